@@ -1,0 +1,32 @@
+# Two commands: `make demo` trains and shows a federated model, `make test` runs every check. Both set up what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test lint types clean
+
+demo: $(READY)
+	$(BIN)/fedflat split --draw runs/demo-split.png
+	$(BIN)/fedflat run --method fedavg --method fedsam --method "feddyn + man(0.15)" --out "$$(mktemp -d runs/demo-XXXX)"
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+
+types: $(READY)
+	$(BIN)/mypy
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	mkdir -p runs
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,117 @@
+"""One client's turn in a round, the same in a simulation and in a deployment: plan, train, settle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedflat.errors import RecipeError
+from fedflat.federation.federation import Federation, batch_indices, batch_steps
+from fedflat.local import LocalRule, Loss, Vectors, train
+from fedflat.methods import Method
+from fedflat.metrics import Score, score
+from fedflat.parts import Upload
+from fedflat.randomness import generator
+from fedflat.recipe import Local
+from fedflat.vector import Network
+
+BufferPolicy = Literal["average", "local", "refuse"]
+
+
+@dataclass
+class Problem:
+    """All that stays the same over the rounds."""
+
+    federation: Federation
+    network: Network
+    method: Method
+    local: Local
+    seed: int = 0
+    loss: Loss = F.cross_entropy
+    shuffle: bool = True
+    buffers: BufferPolicy = "average"
+
+    def __post_init__(self) -> None:
+        if self.buffers == "refuse" and self.network.buffer_layout.shapes:
+            names = ", ".join(self.network.buffer_layout.shapes)
+            raise RecipeError(f'model.buffers = "refuse", but the model has the buffers {names}')
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The vectors that each client keeps between rounds, with their sizes."""
+        sizes = dict.fromkeys(self.method.memory, self.network.size)
+        statistics = self.network.buffers.numel()
+        return {**sizes, "buffers": statistics} if statistics and self.buffers == "local" else sizes
+
+
+@dataclass(frozen=True)
+class Brief:
+    """What every client of a cohort is told at the start of a round."""
+
+    round: int
+    lr: float
+    sent: Vectors
+
+
+class Worker:
+    """Gives one client after the other its turn, and scores models, in one resident network."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        needs_reference = any(part.reference for part in problem.method.parts)
+        self._reference = problem.network.frozen() if needs_reference else None
+
+    def turn(self, brief: Brief, client: int, memory: Vectors | None) -> Upload:
+        """One client's round; `memory` is None if the client never took part before."""
+        problem, network, sent = self.problem, self.problem.network, brief.sent
+        memory = self._first_memory(sent) if memory is None else memory
+        rule = problem.method.plan(self._rule(brief, client), sent, memory)
+        if network.buffers.numel():
+            network.buffers.copy_(memory.get("buffers", sent["buffers"]))
+        outcome = train(
+            network, self._reference, sent["weights"], rule, self._batches(brief, client, rule), problem.loss
+        )
+        kept, vectors = problem.method.settle(sent, memory, outcome)
+        if network.buffers.numel():
+            (kept if "buffers" in memory else vectors)["buffers"] = network.buffers.clone()
+        samples = problem.federation.samples(client)
+        return Upload(client, samples, rule.steps, rule.lr, outcome.loss, outcome.delta, vectors, kept, outcome.notes)
+
+    def _first_memory(self, sent: Vectors) -> Vectors:
+        memory = {name: sent["weights"].new_zeros(size) for name, size in self.problem.memory.items()}
+        if "buffers" in memory:
+            memory["buffers"] = sent["buffers"]
+        return memory
+
+    def _rule(self, brief: Brief, client: int) -> LocalRule:
+        local, samples = self.problem.local, self.problem.federation.samples(client)
+        return LocalRule(
+            lr=brief.lr,
+            steps=batch_steps(samples, local.batch, local.epochs, local.steps),
+            momentum=local.momentum,
+            weight_decay=local.weight_decay,
+            clip=local.clip or None,
+            clip_mode=local.clip_mode,
+            lr_decay=local.lr_decay,
+            share=self.problem.federation.share(client),
+        )
+
+    def _batches(self, brief: Brief, client: int, rule: LocalRule) -> Iterator[tuple[Tensor, Tensor]]:
+        problem = self.problem
+        order = generator(problem.seed, "batches", brief.round, client) if problem.shuffle else None
+        chance = generator(problem.seed, "augment", brief.round, client) if problem.shuffle else None
+        shard = problem.federation.shards[client]
+        for indices in batch_indices(shard, problem.local.batch, rule.steps, order):
+            yield problem.federation.batch(indices, chance)
+
+    def score(self, weights: Tensor, buffers: Tensor, part: str, start: int, stop: int) -> Score:
+        """A model's score on one chunk of the test or training samples."""
+        problem, network = self.problem, self.problem.network
+        network.weights.copy_(weights)
+        network.buffers.copy_(buffers)
+        inputs, labels = problem.federation.held_out(part, start, stop)
+        return score(network.module, inputs, labels, problem.loss, problem.federation.dataset.classes)

@@ -1,0 +1,51 @@
+"""What every engine can do: give a cohort its turns, keep the clients' memory, score a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from fedflat.client import Brief
+from fedflat.metrics import Score
+from fedflat.parts import ServerState, Upload, Uploads
+
+
+class Engine(Protocol):
+    """Where the clients' turns run. The results are the same to the bit on every engine."""
+
+    def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload]:
+        """The cohort's uploads in any order; their vectors hold until the next call."""
+        ...
+
+    def remember(self, uploads: Uploads) -> None:
+        """The uploads were merged: the clients keep what they want to keep."""
+        ...
+
+    def score(self, state: ServerState, part: str, chunk: int) -> Score:
+        """The global model's score on the test or training samples."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One client's round is computed by one thread: more would sum in another order and change the last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def chunks(samples: int, size: int) -> list[tuple[int, int]]:
+    """The chunks that samples are scored in; the same ones on every engine.
+
+    >>> chunks(5, 2)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    return [(start, min(start + size, samples)) for start in range(0, samples, size)]

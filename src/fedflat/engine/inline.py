@@ -1,0 +1,44 @@
+"""All turns in this process, one after the other: a failing client's traceback points into the user's code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import add
+
+from fedflat.client import Brief, Problem, Worker
+from fedflat.engine.engine import chunks, one_thread
+from fedflat.metrics import Score
+from fedflat.parts import ServerState, Upload, Uploads
+from fedflat.store import Memory, Scratch
+
+
+class Inline:
+    """The engine without processes."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._worker = Worker(problem)
+        self._scratch = Scratch()
+        self._memory = Memory(
+            self._scratch.path, problem.federation.clients, problem.memory, problem.network.weights.dtype
+        )
+
+    def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload]:
+        for client in cohort:
+            with one_thread():
+                upload = self._worker.turn(brief, client, self._memory[client])
+            yield upload
+
+    def remember(self, uploads: Uploads) -> None:
+        for upload in uploads:
+            self._memory.keep(upload.client, upload.memory)
+
+    def score(self, state: ServerState, part: str, chunk: int) -> Score:
+        samples = self._problem.federation.size(part)
+        with one_thread():
+            scores = [self._worker.score(state.weights, state.buffers, part, *span) for span in chunks(samples, chunk)]
+        return reduce(add, scores)
+
+    def close(self) -> None:
+        self._scratch.close()

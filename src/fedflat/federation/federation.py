@@ -1,0 +1,134 @@
+"""Who holds which samples: a data set, its division among clients, and the batches that a client trains on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedflat.errors import SplitError
+from fedflat.federation import partition
+from fedflat.federation.augment import Augment, normalise
+from fedflat.federation.datasets import Dataset, Samples, load
+from fedflat.randomness import numpy_generator
+
+
+@dataclass(frozen=True)
+class Federation:
+    """A data set and the indices of each client's samples in its training part."""
+
+    dataset: Dataset
+    shards: tuple[Tensor, ...]
+    augment: Augment = field(default_factory=Augment)
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def clients(self) -> int:
+        """m, the number of clients."""
+        return len(self.shards)
+
+    def samples(self, client: int) -> int:
+        """nᵢ, the number of one client's samples."""
+        return len(self.shards[client])
+
+    def share(self, client: int) -> float:
+        """nᵢ m / N: a client's size relative to the mean client."""
+        return self.samples(client) * self.clients / sum(map(len, self.shards))
+
+    def as_dtype(self, dtype: torch.dtype) -> Federation:
+        """The same federation with its batches in another precision."""
+        return replace(self, dtype=dtype)
+
+    def batch(self, indices: Tensor, chance: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Training samples as the network takes them, augmented if a generator is given."""
+        data = self.dataset
+        inputs, labels = data.train.inputs[indices], data.train.labels[indices]
+        if chance is None:
+            return normalise(inputs, data.mean, data.std, self.dtype), labels
+        return self.augment(inputs, data.mean, data.std, chance, self.dtype), labels
+
+    def size(self, part: str) -> int:
+        """The number of samples of the test or training part."""
+        samples: Samples = getattr(self.dataset, part)
+        return len(samples.labels)
+
+    def held_out(self, part: str, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Samples start..stop of the test or training part, never augmented."""
+        samples: Samples = getattr(self.dataset, part)
+        inputs = normalise(samples.inputs[start:stop], self.dataset.mean, self.dataset.std, self.dtype)
+        return inputs, samples.labels[start:stop]
+
+    def counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Clients × classes: how many samples of each class each client holds."""
+        shards = [shard.numpy() for shard in self.shards]
+        return partition.counts(self.dataset.train.labels.numpy(), shards, self.dataset.classes)
+
+    def local_tests(self, seed: int, size: int = 1000) -> tuple[Tensor, ...]:
+        """For each client the indices of test samples with the label distribution of its training samples."""
+        labels = self.dataset.test.labels.numpy()
+        return tuple(
+            torch.from_numpy(partition.matched_test(row, labels, numpy_generator(seed, "local test", client=i), size))
+            for i, row in enumerate(self.counts())
+        )
+
+
+def batch_steps(samples: int, batch: int, epochs: int, steps: int | None) -> int:
+    """K: the number of local steps, ⌈n/B⌉ an epoch; batch 0 means all samples at once.
+
+    >>> batch_steps(12, batch=5, epochs=3, steps=None), batch_steps(12, batch=0, epochs=3, steps=None)
+    (9, 3)
+    """
+    return steps if steps is not None else epochs * math.ceil(samples / (batch or samples))
+
+
+def batch_indices(shard: Tensor, batch: int, steps: int, order: torch.Generator | None) -> Iterator[Tensor]:
+    """The indices of `steps` batches, epoch after epoch, shuffled anew for each if a generator is given."""
+    size = batch or len(shard)
+    done = 0
+    while done < steps:
+        epoch = shard if order is None else shard[torch.randperm(len(shard), generator=order)]
+        for indices in epoch.split(size)[: steps - done]:
+            yield indices
+            done += 1
+
+
+def federate(
+    data: str | Dataset = "digits",
+    split: str = "dirichlet",
+    clients: int = 20,
+    *,
+    seed: int = 0,
+    directory: str | Path | None = None,
+    augment: Augment | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+    **options: Any,
+) -> Federation:
+    """A data set by name (or your own `Dataset`) divided among clients.
+
+    >>> federation = federate("digits", split="dirichlet", clients=20, alpha=0.1)
+    >>> federation.clients, sum(federation.samples(i) for i in range(20)) == len(federation.dataset.train.labels)
+    (20, True)
+    """
+    dataset = load(data, directory) if isinstance(data, str) else data
+    dataset = replace(dataset, mean=mean or dataset.mean, std=std or dataset.std)
+    train = dataset.train
+    groups = None if train.groups is None else train.groups.numpy()
+    chance = numpy_generator(seed, "partition")
+    shards = partition.partition(split, train.labels.numpy(), clients, chance, groups=groups, **options)
+    return Federation(dataset, tuple(map(torch.from_numpy, shards)), augment or Augment())
+
+
+def from_shards(dataset: Dataset, path: Path) -> tuple[Tensor, ...]:
+    """The shards of a saved partition, checked against the data set."""
+    shards = partition.load(path)
+    size = len(dataset.train.labels)
+    if any(shard.size and (shard.min() < 0 or shard.max() >= size) for shard in shards):
+        raise SplitError(f"{path}: its indices go beyond the {size} training samples of {dataset.name}")
+    return tuple(map(torch.from_numpy, shards))

@@ -1,0 +1,224 @@
+"""One client's training in one round: the local step that all methods share, and nothing else.
+
+    g = clip( a · ∇[loss + Σ terms](w + ε) + pull ) + decay · w          v ← β v + g          w ← w − η v
+
+A method's parts fill in a, ε, the terms, the pull and the decay before the first step (`Part.plan`); here they are only
+obeyed. All vectors are flat, of size d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from fedflat.vector import Forward, Network, Tap
+
+Vectors = dict[str, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+ClipMode = Literal["loss_only", "official", "all"]
+
+
+class Term(Protocol):
+    """Something added to the loss of a batch: a scalar made from a pass and, if need be, from a reference's pass."""
+
+    @property
+    def features(self) -> bool: ...
+
+    @property
+    def activations(self) -> bool: ...
+
+    def __call__(self, here: Pass) -> Tensor: ...
+
+
+class Ascent(Protocol):
+    """Where the gradient is taken: given ∇[loss + Σ terms] as a function of ε, the gradient to descend by."""
+
+    def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]: ...
+
+
+@dataclass(frozen=True)
+class LocalRule:
+    """What one client does in one round.
+
+    The upper fields are facts of the round that parts may read; the lower ones are theirs to fill. `carry` is what an
+    ascent hands from step to step (FedSMOO's μ), and `settle` finds it in the outcome.
+    """
+
+    lr: float
+    steps: int
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+    clip_mode: ClipMode = "loss_only"
+    lr_decay: float = 1.0
+    share: float = 1.0
+
+    scale: float = 1.0
+    pull: Tensor | None = None
+    decay: float = 0.0
+    terms: tuple[Term, ...] = ()
+    ascent: Ascent | None = None
+    carry: Vectors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a client's training came to: Δ = w_K − w_0, after K steps."""
+
+    delta: Tensor
+    loss: float
+    rule: LocalRule
+    carry: Vectors
+    notes: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass as the terms see it."""
+
+    forward: Forward
+    labels: Tensor
+    slope: Slope
+
+    @property
+    def logits(self) -> Tensor:
+        return self.forward.logits
+
+    def under(self, reference: Tensor) -> Forward:
+        """The batch through a frozen model with these weights; run once per batch, however often it is asked for."""
+        return self.slope.under(reference)
+
+    def note(self, name: str, value: Tensor) -> None:
+        """Report a number; its mean over the client's steps becomes a metric of the round."""
+        self.slope.notes.add(name, value)
+
+
+class Notes:
+    """Means of what was noted, kept as tensors so that no step waits for a number."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        value = value.detach()
+        self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
+        self._counts[name] = self._counts.get(name, 0) + 1
+
+    def means(self) -> dict[str, float]:
+        return {name: float(total) / self._counts[name] for name, total in self._sums.items()}
+
+
+class Slope:
+    """∇[loss + Σ terms] on the current batch, as a function of the offset ε at which it is taken."""
+
+    def __init__(self, network: Network, reference: Network | None, rule: LocalRule, loss: Loss, tap: Tap) -> None:
+        self.network, self.rule, self.notes = network, rule, Notes()
+        self._reference, self._loss, self._tap = reference, loss, tap
+        self._home = torch.empty_like(network.weights)
+
+    def at(self, inputs: Tensor, labels: Tensor) -> Slope:
+        """Move on to the next batch."""
+        self._inputs, self._labels = inputs, labels
+        self._seen: dict[int, Forward] = {}
+        self._noted = False
+        return self
+
+    @property
+    def weights(self) -> Tensor:
+        """w, where the client stands; not to be written to."""
+        return self.network.weights
+
+    def __call__(
+        self, offset: Tensor | None = None, *, terms: tuple[Term, ...] | None = None, data: bool = True
+    ) -> Tensor:
+        """The gradient at w + ε of the loss (if `data`) and the terms (the rule's, unless others are given).
+
+        It stands in the network's gradient buffer, which the next call overwrites. The weights are put back by copy,
+        so that they are the same to the bit whatever ε was.
+        """
+        if offset is None:
+            return self.network.differentiate(self._objective(terms, data))
+        buffers = self.network.buffers.clone()
+        self._home.copy_(self.weights)
+        self.weights.add_(offset)
+        gradient = self.network.differentiate(self._objective(terms, data))
+        self.weights.copy_(self._home)
+        self.network.buffers.copy_(buffers)
+        return gradient
+
+    def _objective(self, terms: tuple[Term, ...] | None, data: bool) -> Tensor:
+        here = Pass(self._tap(self._inputs), self._labels, self)
+        parts = [term(here) for term in (self.rule.terms if terms is None else terms)]
+        if data:
+            parts.insert(0, self._loss(here.logits, here.labels))
+            if not self._noted:
+                self.notes.add("loss", parts[0])
+                self._noted = True
+        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+    def under(self, reference: Tensor) -> Forward:
+        """The batch through the frozen network with other weights."""
+        if id(reference) not in self._seen:
+            assert self._reference is not None
+            self._reference.bind(reference)
+            with torch.no_grad(), self._reference.listening(features=True) as tap:
+                self._seen[id(reference)] = tap(self._inputs)
+        return self._seen[id(reference)]
+
+
+def train(
+    network: Network,
+    reference: Network | None,
+    start: Tensor,
+    rule: LocalRule,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    loss: Loss,
+) -> Outcome:
+    """K steps of the rule from `start`, in the network's own memory."""
+    network.weights.copy_(start)
+    network.module.train()
+    velocity = torch.zeros_like(start) if rule.momentum else None
+    carry = dict(rule.carry)
+    needs = [(term.features, term.activations) for term in rule.terms]
+    with network.listening(any(f for f, _ in needs), any(a for _, a in needs)) as tap:
+        slope = Slope(network, reference, rule, loss, tap)
+        for inputs, labels in batches:
+            slope.at(inputs, labels)
+            gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)
+            step(network.weights, gradient, velocity, rule)
+    notes = slope.notes.means()
+    return Outcome(network.weights - start, notes.pop("loss", float("nan")), rule, carry, notes)
+
+
+@torch.no_grad()
+def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: LocalRule) -> None:
+    """w ← w − η v with v ← β v + clip(a g + pull) + decay w, in place; the gradient buffer is used up.
+
+    The clip's place is one of three: around the gradient of the loss only (the clean one), around gradient and pull but
+    not the decay (the authors' code, which hides the proximal term in the optimiser's weight decay), or around all.
+    """
+    decay = rule.decay + rule.weight_decay
+    g = gradient.mul_(rule.scale) if rule.scale != 1.0 else gradient
+    if rule.clip_mode == "loss_only":
+        _clip(g, rule.clip)
+    if rule.pull is not None:
+        g.add_(rule.pull)
+    if rule.clip_mode == "official":
+        _clip(g, rule.clip)
+    if decay:
+        g.add_(weights, alpha=decay)
+    if rule.clip_mode == "all":
+        _clip(g, rule.clip)
+    if velocity is not None:
+        g = velocity.mul_(rule.momentum).add_(g)
+    weights.add_(g, alpha=-rule.lr)
+
+
+def _clip(g: Tensor, limit: float | None) -> None:
+    if limit is not None:
+        g.mul_((limit / (g.norm() + 1e-6)).clamp(max=1.0))

@@ -1,0 +1,67 @@
+"""How good a model is on samples it did not train on, and how far the clients are from one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedflat.local import Loss
+from fedflat.parts import Upload
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over samples, so that scores of chunks add up; for labels that are no classes only the loss counts."""
+
+    loss_sum: float
+    correct: tuple[int, ...]
+    total: tuple[int, ...]
+    samples: int
+
+    def __add__(self, other: Score) -> Score:
+        return Score(
+            self.loss_sum + other.loss_sum,
+            tuple(a + b for a, b in zip(self.correct, other.correct, strict=True)),
+            tuple(a + b for a, b in zip(self.total, other.total, strict=True)),
+            self.samples + other.samples,
+        )
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.samples
+
+    @property
+    def accuracy(self) -> float:
+        """The share of samples whose label is the largest logit; NaN where labels are no classes."""
+        return sum(self.correct) / self.samples if self.correct else math.nan
+
+    @property
+    def per_class(self) -> list[float]:
+        return [c / t if t else math.nan for c, t in zip(self.correct, self.total, strict=True)]
+
+
+@torch.no_grad()
+def score(module: nn.Module, inputs: Tensor, labels: Tensor, loss: Loss, classes: int) -> Score:
+    """One chunk of samples through a module in evaluation mode."""
+    module.eval()
+    logits = module(inputs)
+    total = float(loss(logits, labels)) * len(labels)
+    if labels.is_floating_point():
+        return Score(total, (), (), len(labels))
+    hits = labels[logits.argmax(dim=1) == labels]
+    correct, present = (torch.bincount(x, minlength=classes).tolist() for x in (hits, labels))
+    return Score(total, tuple(correct), tuple(present), len(labels))
+
+
+def consistency(uploads: Sequence[Upload], move: Tensor) -> float:
+    """(1/n) Σ ‖wᵢ − w‖² against the new global model: with wᵢ = wᵗ + Δᵢ and w = wᵗ + move the wᵗ cancel."""
+    return sum(float((upload.delta - move).square().sum()) for upload in uploads) / len(uploads)
+
+
+def bytes_of(*vectors: Tensor | None) -> int:
+    """What these vectors weigh on the wire."""
+    return sum(v.numel() * v.element_size() for v in vectors if v is not None)

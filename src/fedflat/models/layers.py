@@ -1,0 +1,133 @@
+"""The pieces that the papers' networks are made of, where PyTorch has none."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def chain(**layers: nn.Module) -> nn.Sequential:
+    """Layers one after the other, by name."""
+    return nn.Sequential(OrderedDict(layers))
+
+
+class RectifiedPool(nn.Module):
+    """ReLU and max-pool, in the order that costs less.
+
+    The two commute, max(relu(x)) = relu(max(x)), in the gradients too; so the pool goes first and the ReLU works on
+    what is left of it. Only where a forward hook wants the activation before the pool does the ReLU come first.
+    """
+
+    def __init__(self, size: int, stride: int | None = None, padding: int = 0) -> None:
+        super().__init__()
+        self.relu = nn.ReLU()
+        self.pool = nn.MaxPool2d(size, stride, padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.relu, self.pool) if self.relu._forward_hooks else (self.pool, self.relu)
+        y: Tensor = second(first(x))
+        return y
+
+
+class Colour(nn.Module):
+    """A grey image as a colour image of three equal channels; a colour image as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
+
+
+class Residual(nn.Module):
+    """relu(branch(x) + shortcut(x)), the basic block of ResNet-18."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.branch = chain(
+            conv1=nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            norm1=norm(outputs),
+            relu=nn.ReLU(),
+            conv2=nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            norm2=norm(outputs),
+        )
+        self.shortcut = nn.Sequential()
+        if inputs != outputs:
+            self.shortcut = chain(conv=nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm=norm(outputs))
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.relu(self.branch(x) + self.shortcut(x))
+        return y
+
+
+class ShiftedPatches(nn.Module):
+    """Shifted patch tokenisation: the image and its four one-pixel shifts, cut into patches, one token for each."""
+
+    SHIFTS = ((0, 0, 0, 0), (1, -1, 0, 0), (-1, 1, 0, 0), (0, 0, 1, -1), (0, 0, -1, 1))
+
+    def __init__(self, channels: int, patch: int, width: int) -> None:
+        super().__init__()
+        inputs = len(self.SHIFTS) * channels * patch**2
+        self.patch = patch
+        self.norm = nn.LayerNorm(inputs)
+        self.linear = nn.Linear(inputs, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = torch.cat([F.pad(x, shift) for shift in self.SHIFTS], dim=1)
+        patches = F.unfold(shifted, self.patch, stride=self.patch).transpose(1, 2)
+        tokens: Tensor = self.linear(self.norm(patches))
+        return tokens
+
+
+class ClassToken(nn.Module):
+    """A learnt token before the others, and a learnt position added to each."""
+
+    def __init__(self, patches: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, width))
+        self.position = nn.Parameter(torch.randn(1, patches + 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.token.expand(len(x), -1, -1), x), dim=1) + self.position
+
+
+class LocalAttention(nn.Module):
+    """Locality self-attention: softmax(eᵗ QKᵀ) V with a learnt temperature t, where no token attends to itself."""
+
+    def __init__(self, width: int, heads: int, head_width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.temperature = nn.Parameter(torch.tensor(-math.log(head_width) / 2))
+        self.qkv = nn.Linear(width, 3 * heads * head_width, bias=False)
+        self.out = nn.Linear(heads * head_width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        itself = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+        scores = (q @ k.transpose(-1, -2) * self.temperature.exp()).masked_fill(itself, -torch.inf)
+        y: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return y
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, heads: int, head_width: int, hidden: int) -> None:
+        super().__init__()
+        self.attention = chain(norm=nn.LayerNorm(width), attention=LocalAttention(width, heads, head_width))
+        self.mlp = chain(
+            norm=nn.LayerNorm(width), fc1=nn.Linear(width, hidden), gelu=nn.GELU(), fc2=nn.Linear(hidden, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        y: Tensor = x + self.mlp(x)
+        return y
+
+
+class FirstToken(nn.Module):
+    """The class token alone: what the head of a transformer reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 0]

@@ -1,0 +1,259 @@
+"""A recipe: everything that an experiment depends on, as a validated table that prints every value in force."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from fedflat.errors import RecipeError, nearest
+
+PRESETS = ("default", "smoo", "sol", "man")
+
+
+class Section(BaseModel):
+    """A table of the recipe: no unknown fields, no silent conversion, unchangeable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Named(Section):
+    """A section that may also be written as a bare name: `data = "digits"`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class Data(Named):
+    """Which samples, and how a batch of them is normalised and augmented."""
+
+    name: str = Field("digits", description="data set, see `fedflat data list`")
+    dir: str | None = Field(None, description="data directory; else $FEDFLAT_DATA, else the user's cache folder")
+    mean: list[float] | None = Field(None, description="channel means of inputs in [0, 1]; else the data set's")
+    std: list[float] | None = Field(None, description="channel standard deviations; else the data set's")
+    crop: int = Field(0, ge=0, description="padding of a random crop; 0 = none")
+    crop_probability: float = Field(1.0, ge=0, le=1, description="share of the samples that are cropped")
+    crop_fill: Literal["black", "mean", "reflect"] = Field("black", description="what the padding holds")
+    flip: float = Field(0.0, ge=0, le=1, description="probability of a horizontal flip")
+    cutout: int = Field(0, ge=0, description="side of a square that is blanked; 0 = none")
+
+
+class Split(Named):
+    """Who holds which samples (methods.md has the definitions under the same names)."""
+
+    name: str = Field("dirichlet", description="iid, dirichlet, lda, pathological, shards, natural or sizes")
+    clients: int = Field(20, ge=0, le=1_000_000, description="number of clients m; 0 = one for each group (natural)")
+    alpha: float | None = Field(None, gt=0, description="concentration (dirichlet, lda)")
+    refill: bool | None = Field(None, description="draw with replacement (dirichlet)")
+    min_size: int | None = Field(None, ge=1, description="smallest client (lda)")
+    classes: int | None = Field(None, ge=1, description="classes of a client (pathological)")
+    shards: int | None = Field(None, ge=1, description="shards of a client (shards)")
+    stratified: bool | None = Field(None, description="equal class shares (iid)")
+    sizes: list[float] | None = Field(None, description="relative sizes of the clients (sizes)")
+    exponent: float | None = Field(None, description="power law of the sizes (sizes)")
+    seed: int | None = Field(None, ge=0, description="seed of the partition; else the recipe's")
+
+    def options(self) -> dict[str, Any]:
+        """What is set beside name, clients and seed: the options of that split."""
+        return self.model_dump(exclude={"name", "clients", "seed"}, exclude_none=True)
+
+
+class Model(Named):
+    """The network, by its name in the catalogue or as the import path `package.module:Class` of your own."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    name: str = Field("mlp", description="network, or package.module:Class; further fields are its options")
+    buffers: Literal["average", "local", "refuse"] = Field("average", description="batch-norm statistics")
+
+    def options(self) -> dict[str, Any]:
+        """The options handed to the network's constructor."""
+        return dict(self.model_extra or {})
+
+
+class Local(Section):
+    """A client's work in a round."""
+
+    epochs: int = Field(1, ge=1, description="passes over the client's samples")
+    steps: int | None = Field(None, ge=1, description="number of steps instead of epochs")
+    batch: int = Field(10, ge=0, description="batch size; 0 = all samples of the client")
+    lr: float = Field(0.1, gt=0, description="learning rate η of round 0")
+    lr_decay: float = Field(1.0, gt=0, le=1, description="factor on η for each round")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum β, fresh in every round")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay")
+    clip: float = Field(0.0, ge=0, description="gradient norm to clip at; 0 = no clipping")
+    clip_mode: Literal["loss_only", "official", "all"] = Field("loss_only", description="what the clip goes around")
+
+
+class Server(Section):
+    """The rounds."""
+
+    rounds: int = Field(30, ge=1, description="number of rounds")
+    cohort: int | float = Field(0.5, gt=0, description="clients of a round: a count, or a ratio below 1")
+    sampling: Literal["uniform", "bernoulli"] = Field(
+        "uniform", description="exactly the cohort, or each with that odds"
+    )
+    average: Literal["uniform", "samples"] = Field("samples", description="weights of the average")
+    lr: float = Field(1.0, gt=0, description="factor η_g on the server's move")
+
+
+class Evaluation(Section):
+    """When and on what the global model is scored."""
+
+    every: int = Field(1, ge=0, description="rounds between evaluations; 0 = only after the last")
+    on: Literal["test", "train"] = Field("test", description="which samples")
+    batch: int = Field(500, ge=1, description="samples of a chunk")
+    target: float | None = Field(None, gt=0, le=1, description="accuracy for `rounds to target`")
+
+
+class Engine(Named):
+    """Where the clients' turns run."""
+
+    name: Literal["auto", "inline", "pool"] = Field("auto", description="this process, or worker processes")
+    workers: int = Field(0, ge=0, le=1024, description="worker processes; 0 = one for each core")
+
+
+class Recipe(Section):
+    """An experiment. Equal recipes give equal results to the bit on one kind of machine."""
+
+    seed: int = Field(0, ge=0, description="seed of everything drawn")
+    method: Any = Field("fedavg", description="a name, a sum such as 'feddyn + man(0.15)', a table or a list")
+    precision: Literal["float32", "float64"] = Field("float32", description="numbers of weights and samples")
+    data: Data = Data()
+    split: Split = Split()
+    model: Model = Model()
+    local: Local = Local()
+    server: Server = Server()
+    evaluation: Evaluation = Evaluation()
+    engine: Engine = Engine()
+
+    def to_toml(self) -> str:
+        """The recipe with every value in force; `load` reads it back."""
+        top = {name: value for name, value in self if name not in SECTIONS}
+        tables = (f"\n[{name}]\n{_lines(dict(getattr(self, name)))}" for name in SECTIONS)
+        return "".join([_lines(top), *tables])
+
+
+SECTIONS = tuple(name for name, f in Recipe.model_fields.items() if isinstance(f.default, Section))
+
+
+def load(source: str | Path | None = None, overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe from a file or a preset's name (without either: the default), with `section.field=value` on top.
+
+    A file may itself begin with `preset = "sol"` and state only what differs.
+
+    >>> load("sol", ["local.lr=0.05"]).local.lr
+    0.05
+    """
+    table = _read(source) if source is not None else {}
+    table = _merged(_preset(table.pop("preset", "default")), table)
+    for override in overrides:
+        table = _merged(table, _override(override))
+    return validated(table)
+
+
+def validated(table: Mapping[str, Any]) -> Recipe:
+    """The recipe that a table describes, or one sentence on what is wrong with it."""
+    try:
+        recipe = Recipe.model_validate(table)
+    except ValidationError as error:
+        found = error.errors()
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise RecipeError(_sentence(found[0]) + more) from None
+    if isinstance(recipe.server.cohort, float) and recipe.server.cohort > 1:
+        raise RecipeError(
+            f"server.cohort = {recipe.server.cohort}: must be a whole count, or a ratio above 0 up to 1.0"
+        )
+    return recipe
+
+
+def _read(source: str | Path) -> dict[str, Any]:
+    if str(source) in PRESETS:
+        return {"preset": str(source)}
+    try:
+        return tomllib.loads(Path(source).read_text("utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(
+            f"{source}: no such recipe file, and no preset of that name; {nearest(str(source), PRESETS)}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{source}: cannot be read ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{source}: not valid TOML: {error}") from None
+
+
+def _preset(name: Any) -> dict[str, Any]:
+    if name not in PRESETS:
+        raise RecipeError(f"preset = {name!r}: there is none of that name; {nearest(str(name), PRESETS)}")
+    return tomllib.loads((resources.files("fedflat") / "presets" / f"{name}.toml").read_text("utf-8"))
+
+
+# What a section keeps when another name is put into it; the rest are options of the old name.
+LASTING = {"data": {"dir", "crop", "crop_probability", "crop_fill", "flip", "cutout"}, "split": {"clients", "seed"},
+           "model": {"buffers"}, "engine": {"workers"}}  # fmt: skip
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, section by section."""
+    result = dict(base)
+    for key, value in over.items():
+        value = {"name": value} if key in LASTING and isinstance(value, str) else value
+        old = result.get(key)
+        if not (isinstance(value, Mapping) and isinstance(old, Mapping)):
+            result[key] = value
+        elif value.get("name", old.get("name")) == old.get("name"):
+            result[key] = {**old, **value}
+        else:
+            result[key] = {**{k: v for k, v in old.items() if k in LASTING[key]}, **value}
+    return result
+
+
+def _override(text: str) -> dict[str, Any]:
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise RecipeError(f"--set {text}: write it as section.field=value, for example local.lr=0.05")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    for name in reversed(path.strip().split(".")):
+        parsed = {name: parsed}
+    return dict(parsed)
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """What is wrong with which field. The path is cut at two steps: below a field only its type's branches follow."""
+    section, *inside = [str(step) for step in error["loc"]][:2]
+    known = _fields(section) if inside else Recipe.model_fields
+    path, name = ".".join([section, *inside]), (inside or [section])[0]
+    if error["type"] == "extra_forbidden":
+        hint = nearest(name, known).replace("mean ", f"mean {section}." if inside else "mean ")
+        return f"{path}: there is no such field; {hint}"
+    meaning = f" ({known[name].description})" if known[name].description else ""
+    return f"{path} = {error['input']!r}: {error['msg'][0].lower() + error['msg'][1:]}{meaning}"
+
+
+def _fields(section: str) -> dict[str, FieldInfo]:
+    default: Section = Recipe.model_fields[section].default
+    return type(default).model_fields
+
+
+def _lines(table: Mapping[str, Any]) -> str:
+    return "".join(f"{key} = {_toml(value)}\n" for key, value in table.items() if value is not None)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)

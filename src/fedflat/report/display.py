@@ -1,0 +1,89 @@
+"""Progress and tables in the terminal; plain lines where there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+Record = Mapping[str, Any]
+
+
+class RoundProgress:
+    """Shows the rounds of one run as they come; about twenty lines in all when the output is not a terminal."""
+
+    def __init__(self, title: str, rounds: int, console: Console) -> None:
+        self._title, self._rounds, self._console = title, rounds, console
+        self._begun = time.perf_counter()
+        self._accuracy: float | None = None
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def __enter__(self) -> RoundProgress:
+        self._begun = time.perf_counter()
+        if self._console.is_terminal:
+            columns = ("[progress.description]{task.description}", "{task.fields[found]}")
+            self._bar = Progress(
+                TextColumn(columns[0]), BarColumn(24), MofNCompleteColumn(), TextColumn(columns[1]),
+                TimeRemainingColumn(compact=True), console=self._console, refresh_per_second=4,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task(self._title, total=self._rounds, found="")
+        return self
+
+    def __call__(self, record: Record) -> None:
+        done, self._accuracy = record["round"], record.get("accuracy", self._accuracy)
+        speed = done / max(time.perf_counter() - self._begun, 1e-9)
+        found = f"{'' if self._accuracy is None else f'accuracy {self._accuracy:.4f}  '}{speed:.1f} rounds/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, found=found)
+        elif done % max(1, self._rounds // 20) == 0 or done == self._rounds:
+            left = (self._rounds - done) / speed
+            line = f"{self._title}: round {done}/{self._rounds}  {found}  {left:.0f} s left"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def comparison(results: Sequence[tuple[str, Sequence[Record], Record]]) -> Table:
+    """Runs side by side: (method, history, summary) of each."""
+    table = Table(title="accuracy of the global model on the test samples", title_justify="left")
+    for name in ("method", "last", "best", "last 10", "consistency", "MB sent", "seconds"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for method, history, summary in results:
+        shown = (summary.get(f"accuracy_{name}") for name in ("last", "best", "mean_of_last_10"))
+        traffic = (summary["bytes_down"] + summary["bytes_up"]) / 1e6
+        table.add_row(
+            method,
+            *("–" if value is None else f"{value:.4f}" for value in shown),
+            f"{history[-1]['consistency']:.3g}",
+            f"{traffic:.1f}",
+            f"{summary['seconds']:.1f}",
+        )
+    return table
+
+
+def split_table(counts: Sequence[Sequence[int]], most: int = 20) -> Table:
+    """Clients × classes with the number of samples; the first clients and the sums."""
+    classes = range(len(counts[0]))
+    table = Table(
+        title=f"{len(counts)} clients, {sum(map(sum, counts))} samples", title_justify="left", show_footer=True
+    )
+    table.add_column("client", "all", justify="right")
+    for c in classes:
+        table.add_column(f"class {c}", str(sum(row[c] for row in counts)), justify="right")
+    table.add_column("samples", str(sum(map(sum, counts))), justify="right", style="bold")
+    for client, row in enumerate(counts[:most]):
+        table.add_row(str(client), *(str(n) if n else "·" for n in row), str(sum(row)))
+    if len(counts) > most:
+        table.add_row("…", *("…" for _ in classes), "…")
+    return table

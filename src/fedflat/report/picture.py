@@ -1,0 +1,60 @@
+"""Pictures by matplotlib, which comes with the extra `fedflat[plot]`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedflat.errors import RecipeError, RunError
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RecipeError("drawing needs matplotlib: pip install 'fedflat[plot]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: the picture cannot be written ({error})") from None
+
+
+def draw_split(counts: Sequence[Sequence[int]], path: Path, title: str = "") -> None:
+    """Clients × classes: circles whose area is the number of samples; above 60 clients stacked bars of class shares."""
+    table = np.asarray(counts)
+    clients, classes = table.shape
+    figure = _figure(min(max(6.0, 0.22 * clients + 2), 16), min(max(3.0, 0.28 * classes + 1.2), 9))
+    axes = figure.subplots()
+    colours = [f"C{c % 10}" for c in range(classes)]
+    if clients <= 60:
+        x, y = np.nonzero(table)
+        area = table[x, y] / table.max() * 160
+        axes.scatter(x, y, s=area, c=[colours[c] for c in y])
+        axes.set(ylabel="class", yticks=range(classes) if classes <= 20 else [], xlim=(-1, clients), ylim=(-1, classes))
+    else:
+        below = np.zeros(clients)
+        for c in range(classes):
+            axes.bar(range(clients), table[:, c], bottom=below, width=1.0, color=colours[c])
+            below += table[:, c]
+        axes.set(ylabel="samples", xlim=(-0.5, clients - 0.5))
+    axes.set(xlabel="client", title=title)
+    _save(figure, path)
+
+
+def draw_curves(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, ylabel: str, title: str = "") -> None:
+    """Curves over rounds, one for each name."""
+    figure = _figure(7, 4)
+    axes = figure.subplots()
+    for name, points in curves.items():
+        axes.plot(*zip(*points, strict=True), label=name)
+    axes.set(xlabel="round", ylabel=ylabel, title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    _save(figure, path)

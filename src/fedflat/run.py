@@ -1,0 +1,304 @@
+"""An experiment: recipe in, rounds, metrics and a model out."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save as safetensors_bytes
+from torch import nn
+
+from fedflat import models
+from fedflat.client import Problem
+from fedflat.engine.engine import Engine
+from fedflat.engine.inline import Inline
+from fedflat.engine.pool import Pool, cores
+from fedflat.errors import RecipeError, RunError, nearest
+from fedflat.federation.augment import Augment
+from fedflat.federation.federation import Federation, federate
+from fedflat.federation.partition import SPLITS
+from fedflat.local import Loss
+from fedflat.methods import Method, Written, parse, spell
+from fedflat.parts import Part, ServerState
+from fedflat.randomness import generator
+from fedflat.recipe import SECTIONS, Recipe, validated
+from fedflat.server import RoundReport, cohort_size, conduct, draw_cohort, first_state
+from fedflat.vector import Network
+
+Record = dict[str, Any]
+Callback = Callable[[Record], None]
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished (or interrupted) run: its recipe, one record for each round, and the global model."""
+
+    recipe: Recipe
+    history: list[Record]
+    model: nn.Module
+    directory: Path | None = None
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """(round, value) of a metric, for the rounds that have it."""
+        return [(record["round"], record[name]) for record in self.history if record.get(name) is not None]
+
+    @property
+    def accuracy(self) -> float:
+        """The accuracy after the last evaluated round."""
+        return self.curve("accuracy")[-1][1]
+
+    @property
+    def summary(self) -> Record:
+        return summary(self.history, self.recipe)
+
+
+def train(
+    federation: Federation,
+    model: str | nn.Module = "mlp",
+    method: Method | Part | Written = "fedavg",
+    *,
+    loss: Loss = F.cross_entropy,
+    out: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    **settings: Any,
+) -> Result:
+    """Train a federated model; settings are the recipe's fields by name (`rounds=30, lr=0.1, workers=2`).
+
+    A name that two sections have means the local one; `server_lr` is the server's.
+
+    >>> federation = federate("digits", clients=10, alpha=0.5)
+    >>> result = train(federation, model="mlp", method="fedsam(0.05)", rounds=2, lr=0.1, engine="inline")
+    >>> len(result.history), 0.0 < result.accuracy <= 1.0
+    (2, True)
+    """
+    named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}"
+    table = {"data": federation.dataset.name, "model": named, "method": spell(method), **_sections(settings)}
+    table["split"] = {"name": "given", "clients": federation.clients}
+    recipe = validated(table)
+    problem = assemble(recipe, federation, model if isinstance(model, nn.Module) else None, parse(method), loss)
+    return execute(problem, recipe, Path(out) if out else None, callbacks)
+
+
+def _sections(settings: dict[str, Any]) -> Record:
+    table: Record = {}
+    places = {name: s for s in ("engine", "evaluation", "server", "local") for name in _fields(s) if name != "name"}
+    places |= {f"{section}_{name}": section for section in SECTIONS for name in _fields(section)}
+    for name, value in settings.items():
+        if name in Recipe.model_fields:
+            table[name] = {**table.get(name, {}), "name": value} if name == "engine" else value
+        elif name in places:
+            table.setdefault(places[name], {})[name.removeprefix(f"{places[name]}_")] = value
+        else:
+            raise RecipeError(f"train: there is no setting {name!r}; {nearest(name, places)}")
+    return table
+
+
+def _fields(section: str) -> list[str]:
+    return list(type(Recipe.model_fields[section].default).model_fields)
+
+
+def prepare(recipe: Recipe, loss: Loss = F.cross_entropy) -> tuple[Problem, Recipe]:
+    """What a recipe describes, and the recipe with every default filled in."""
+    method = parse(recipe.method)
+    federation = gather(recipe)
+    return assemble(recipe, federation, None, method, loss), _in_full(recipe, federation)
+
+
+def gather(recipe: Recipe) -> Federation:
+    """The data set and split of a recipe."""
+    data, split = recipe.data, recipe.split
+    return federate(
+        data.name,
+        split.name,
+        split.clients,
+        seed=_split_seed(recipe),
+        directory=data.dir,
+        augment=Augment(data.crop, data.crop_probability, data.crop_fill, data.flip, data.cutout),
+        mean=tuple(data.mean or ()),
+        std=tuple(data.std or ()),
+        **split.options(),
+    )
+
+
+def _split_seed(recipe: Recipe) -> int:
+    return recipe.seed if recipe.split.seed is None else recipe.split.seed
+
+
+def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, method: Method, loss: Loss) -> Problem:
+    """Federation, model and method as one problem."""
+    dtype = DTYPES[recipe.precision]
+    if module is None:
+        shape, classes = federation.dataset.shape, federation.dataset.classes
+        chance = generator(recipe.seed, "weights")
+        module = models.build(recipe.model.name, shape, classes, chance, **recipe.model.options())
+    network = Network(module, dtype)
+    federation = federation.as_dtype(dtype)
+    return Problem(federation, network, method, recipe.local, recipe.seed, loss, buffers=recipe.model.buffers)
+
+
+def _in_full(recipe: Recipe, federation: Federation) -> Recipe:
+    """The recipe with the defaults of its split, data set, model, method and engine written out."""
+    split = _defaults(SPLITS[recipe.split.name], recipe.split.options())
+    split |= {"clients": federation.clients, "seed": _split_seed(recipe)}
+    own = recipe.model.name not in models.MODELS
+    model = recipe.model.options() if own else _defaults(models.MODELS[recipe.model.name], recipe.model.options())
+    data = {"mean": list(federation.dataset.mean), "std": list(federation.dataset.std)}
+    kind, workers = _engine(recipe)
+    table = recipe.model_dump(exclude_none=True)
+    for section, filled in ("data", data), ("split", split), ("model", model):
+        table[section] |= filled
+    return validated(table | {"method": spell(recipe.method), "engine": {"name": kind, "workers": workers}})
+
+
+def _defaults(function: Callable[..., Any], given: Record) -> Record:
+    parameters = inspect.signature(function).parameters.values()
+    known = {p.name: p.default for p in parameters if p.default not in (p.empty, None)}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in {**known, **given}.items()}
+
+
+def _engine(recipe: Recipe) -> tuple[str, int]:
+    workers = recipe.engine.workers or cores()
+    kind = recipe.engine.name
+    return ("pool" if workers > 1 else "inline") if kind == "auto" else kind, workers
+
+
+def start_engine(problem: Problem, recipe: Recipe, state: ServerState) -> Engine:
+    """The engine that the recipe asks for."""
+    kind, workers = _engine(recipe)
+    if kind == "inline":
+        return Inline(problem)
+    clients = problem.federation.clients
+    slots = clients if recipe.server.sampling == "bernoulli" else cohort_size(recipe.server, clients)
+    return Pool(problem, state, slots, min(workers, slots))
+
+
+def execute(
+    problem: Problem, recipe: Recipe, directory: Path | None = None, callbacks: Sequence[Callback] = ()
+) -> Result:
+    """All rounds of the recipe; with a directory, everything is also written there as it comes."""
+    folder = RunFolder(directory, recipe) if directory else None
+    state, history = first_state(problem), list[Record]()
+    cohort_size(recipe.server, problem.federation.clients)
+    with closing(start_engine(problem, recipe, state)) as engine:
+        for now, record in rounds(problem, recipe, state, engine):
+            state = now
+            history.append(record)
+            if folder:
+                folder.append(record)
+            for callback in callbacks:
+                callback(record)
+    problem.network.weights.copy_(state.weights)
+    problem.network.buffers.copy_(state.buffers)
+    problem.network.module.eval()
+    if folder:
+        folder.finish(problem.network, summary(history, recipe))
+    return Result(recipe, history, problem.network.module, directory)
+
+
+def rounds(
+    problem: Problem, recipe: Recipe, state: ServerState, engine: Engine
+) -> Iterator[tuple[ServerState, Record]]:
+    """Round after round: the state after it and its record."""
+    while state.round < recipe.server.rounds:
+        begun = time.perf_counter()
+        cohort = draw_cohort(recipe.server, problem.federation.clients, recipe.seed, state.round)
+        state, report = conduct(problem, recipe.server, state, engine, cohort)
+        record = _record(state, report)
+        every, last = recipe.evaluation.every, state.round == recipe.server.rounds
+        if last or (every and state.round % every == 0):
+            score = engine.score(state, recipe.evaluation.on, recipe.evaluation.batch)
+            record |= {"accuracy": _number(score.accuracy), "loss": _number(score.loss)}
+        record["seconds"] = round(time.perf_counter() - begun, 4)
+        yield state, record
+
+
+def _record(state: ServerState, report: RoundReport) -> Record:
+    notes = {name: _number(value) for name, value in report.notes.items()}
+    return {
+        "round": state.round,
+        "local_loss": _number(report.local_loss),
+        "consistency": _number(report.consistency),
+        "cohort": report.cohort,
+        "bytes_down": report.bytes_down,
+        "bytes_up": report.bytes_up,
+        **notes,
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def summary(history: Sequence[Record], recipe: Recipe) -> Record:
+    """What remains of a run in a few numbers, each under a name that says which accuracy it is."""
+    accuracies = [(r["accuracy"], r["round"]) for r in history if r.get("accuracy") is not None]
+    result: Record = {"method": recipe.method, "rounds": len(history), "seed": recipe.seed}
+    if accuracies:
+        values = [accuracy for accuracy, _ in accuracies]
+        best = max(accuracies, key=lambda entry: (entry[0], -entry[1]))
+        result |= {
+            "accuracy_last": values[-1],
+            "accuracy_best": best[0],
+            "accuracy_best_round": best[1],
+            "accuracy_mean_of_last_10": sum(values[-10:]) / len(values[-10:]),
+            "loss_last": next(r["loss"] for r in reversed(history) if "loss" in r),
+        }
+        if recipe.evaluation.target is not None:
+            reached = (round for accuracy, round in accuracies if accuracy >= recipe.evaluation.target)
+            result |= {"target": recipe.evaluation.target, "rounds_to_target": next(reached, None)}
+    totals = {name: sum(record[name] for record in history) for name in ("bytes_down", "bytes_up", "seconds")}
+    return result | totals
+
+
+@dataclass
+class RunFolder:
+    """A run on disk: recipe.toml at once, metrics.jsonl round by round, the model and summary.json at the end."""
+
+    path: Path
+    recipe: Recipe
+
+    def __post_init__(self) -> None:
+        if (self.path / "metrics.jsonl").exists():
+            raise RunError(f"{self.path}: already holds a run; choose another --out")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "recipe.toml").write_text(self.recipe.to_toml(), "utf-8")
+            self._metrics = (self.path / "metrics.jsonl").open("x", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --out") from None
+
+    def append(self, record: Record) -> None:
+        self._metrics.write(json.dumps(record) + "\n")
+
+    def finish(self, network: Network, summary: Record) -> None:
+        tensors = {n: t.detach().contiguous() for n, t in network.module.state_dict().items()}
+        # One key only: safetensors writes several in no fixed order, and equal runs shall be equal files.
+        blob = safetensors_bytes(tensors, {"fedflat": json.dumps({"model": self.recipe.model.name})})
+        versions = {"fedflat": version("fedflat"), "torch": torch.__version__, "python": platform.python_version()}
+        digest = hashlib.sha256(blob).hexdigest()
+        _write(self.path / "model.safetensors", blob)
+        text = json.dumps({**summary, "model_sha256": digest, "versions": versions}, indent=2)
+        _write(self.path / "summary.json", text.encode() + b"\n")
+        self._metrics.close()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All or nothing: a reader never finds half a file under the final name."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_bytes(content)
+    aside.replace(path)

@@ -1,0 +1,106 @@
+"""The server's side of a round: sample a cohort, brief it, merge what comes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fedflat.client import Brief, Problem
+from fedflat.engine.engine import Engine
+from fedflat.errors import RecipeError, TrainingError
+from fedflat.metrics import bytes_of, consistency
+from fedflat.parts import ServerState, Upload, Uploads
+from fedflat.randomness import numpy_generator
+from fedflat.recipe import Server
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What is known of a round once its uploads are merged."""
+
+    cohort: list[int]
+    local_loss: float
+    consistency: float
+    bytes_down: int
+    bytes_up: int
+    notes: dict[str, float]
+
+
+def first_state(problem: Problem) -> ServerState:
+    """The state before round 0: the network's initial weights, and zeros for what the parts keep."""
+    network = problem.network
+    vectors = {name: network.weights.new_zeros(network.size) for name in problem.method.state}
+    weights, buffers = network.weights.clone(), network.buffers.clone()
+    return ServerState(weights, buffers, torch.zeros_like(weights), vectors, 0, problem.federation.clients)
+
+
+def cohort_size(server: Server, clients: int) -> int:
+    """The number of clients of a round: a count as it is, a ratio as ⌊ratio · m⌋ but at least one.
+
+    >>> cohort_size(Server(cohort=0.1), 100), cohort_size(Server(cohort=3), 100)
+    (10, 3)
+    """
+    size = server.cohort if isinstance(server.cohort, int) else max(int(server.cohort * clients + 1e-9), 1)
+    if size > clients:
+        raise RecipeError(f"server.cohort = {size}: there are only {clients} clients; lower it or raise split.clients")
+    return size
+
+
+def draw_cohort(server: Server, clients: int, seed: int, round: int) -> list[int]:
+    """Who takes part: exactly the cohort without replacement, or each client with that probability (at least one)."""
+    size = cohort_size(server, clients)
+    chance = numpy_generator(seed, "cohort", round)
+    if server.sampling == "uniform":
+        return sorted(chance.choice(clients, size, replace=False).tolist())
+    while True:
+        active = [i for i, draw in enumerate(chance.random(clients)) if draw <= size / clients]
+        if active:
+            return active
+
+
+def conduct(
+    problem: Problem, server: Server, state: ServerState, engine: Engine, cohort: Sequence[int]
+) -> tuple[ServerState, RoundReport]:
+    """One round: brief the cohort, let the engine train it, merge the uploads into the next state."""
+    sent = problem.method.send(state)
+    if state.buffers.numel():
+        sent["buffers"] = state.buffers
+    brief = Brief(state.round, problem.local.lr * problem.local.lr_decay**state.round, sent)
+    uploads = Uploads([_sound(upload, state.round) for upload in engine.turns(brief, cohort)], server.average)
+    merged = merge(problem, server, state, uploads)
+    report = RoundReport(
+        cohort=[upload.client for upload in uploads],
+        local_loss=sum(w * u.loss for w, u in zip(uploads.weights, uploads, strict=True)),
+        consistency=consistency(uploads, merged.move),
+        bytes_down=len(uploads) * bytes_of(*sent.values()),
+        bytes_up=sum(bytes_of(u.delta, *u.vectors.values()) for u in uploads),
+        notes=_mean_notes(uploads),
+    )
+    engine.remember(uploads)
+    return replace(merged, round=state.round + 1), report
+
+
+def merge(problem: Problem, server: Server, state: ServerState, uploads: Uploads) -> ServerState:
+    """w ← w + η_g · move, where the move is the average Δ as the method's parts have changed it."""
+    state = problem.method.merge(replace(state, move=uploads.average("delta")), uploads)
+    move = state.move * server.lr if server.lr != 1.0 else state.move
+    averaged = uploads.average("buffers") if "buffers" in uploads[0].vectors else state.buffers
+    return replace(state, weights=state.weights + move, buffers=averaged, move=move)
+
+
+def _sound(upload: Upload, round: int) -> Upload:
+    finite = math.isfinite(float(upload.delta.sum())) and math.isfinite(upload.loss)
+    if not finite:
+        raise TrainingError(
+            f"client {upload.client} in round {round}: its model is no longer finite (mean loss {upload.loss:.3g}); "
+            "lower local.lr or set local.clip"
+        )
+    return upload
+
+
+def _mean_notes(uploads: Uploads) -> dict[str, float]:
+    names = {name: None for upload in uploads for name in upload.notes}
+    return {n: sum(w * u.notes[n] for w, u in zip(uploads.weights, uploads, strict=True)) for n in names}

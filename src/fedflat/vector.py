@@ -1,0 +1,178 @@
+"""A model as one flat vector: parameters are views into it, gradients are views into a second one.
+
+All of the mathematics of the methods happens on these vectors of size d; the module only runs the network.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedflat.errors import RecipeError
+
+ACTIVATIONS = (nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which slice of the flat vector each named tensor is: in model order, C order, without gaps.
+
+    >>> layout = Layout.of(nn.Linear(2, 3).named_parameters())
+    >>> layout.size, layout.slices["bias"]
+    (9, slice(6, 9, None))
+    """
+
+    shapes: Mapping[str, torch.Size]
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> Layout:
+        return cls({name: tensor.shape for name, tensor in tensors})
+
+    @cached_property
+    def slices(self) -> dict[str, slice]:
+        ends, end = {}, 0
+        for name, shape in self.shapes.items():
+            ends[name] = slice(end, end + shape.numel())
+            end += shape.numel()
+        return ends
+
+    @cached_property
+    def size(self) -> int:
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """The named tensors inside a vector; they share its memory."""
+        return {name: vector[part].view(self.shapes[name]) for name, part in self.slices.items()}
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The vector that holds the named tensors, copied."""
+        return torch.cat([tensors[name].detach().reshape(-1) for name in self.shapes])
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What one pass over one batch showed: the logits, what entered the head, and the hidden activations by name."""
+
+    logits: Tensor
+    features: Tensor | None
+    activations: dict[str, Tensor]
+
+
+class Network:
+    """A module whose parameters live in `weights` and whose gradients land in `gradient`.
+
+    `head` is the slice of the last linear layer, whose output must be the module's; the rest is the body. Floating
+    buffers (batch-norm statistics) live in the vector `buffers`; integer ones are counters and stay with the module.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        self.module = module.to(device=device, dtype=dtype)
+        self.layout = Layout.of(self.module.named_parameters())
+        self.buffer_layout = Layout.of((n, b) for n, b in self.module.named_buffers() if b.is_floating_point())
+        if not self.layout.shapes:
+            raise RecipeError("model: it has no parameters, so there is nothing to train")
+        self.head_name, self.head_module = _last_linear(self.module)
+        self.head = self._span(self.head_name)
+        self.weights = self.layout.flatten(dict(self.module.named_parameters()))
+        self.gradient = torch.zeros_like(self.weights)
+        self.buffers = _joined(dict(self.module.named_buffers()), self.buffer_layout, self.weights)
+        self._bind_gradient()
+        self.bind(self.weights)
+        for name, view in self.buffer_layout.views(self.buffers).items():
+            self.module.get_buffer(name).data = view
+
+    @property
+    def size(self) -> int:
+        """d, the number of parameters."""
+        return self.layout.size
+
+    def bind(self, weights: Tensor) -> None:
+        """Let the module's parameters be views into `weights` from now on."""
+        self.weights = weights
+        for parameter, view in zip(self.module.parameters(), self.layout.views(weights).values(), strict=True):
+            parameter.data = view
+
+    def frozen(self) -> Network:
+        """A second network of the same shape in evaluation mode, to run a reference model on the same batch."""
+        twin = Network(copy.deepcopy(self.module), self.weights.dtype, str(self.weights.device))
+        twin.module.eval().requires_grad_(False)
+        return twin
+
+    def _bind_gradient(self) -> None:
+        for parameter, view in zip(self.module.parameters(), self.layout.views(self.gradient).values(), strict=True):
+            parameter.grad = view
+
+    def differentiate(self, objective: Tensor) -> Tensor:
+        """The gradient of a scalar with respect to the weights, in the buffer that the next call overwrites."""
+        self.gradient.zero_()
+        objective.backward()
+        return self.gradient
+
+    def _span(self, module_name: str) -> slice:
+        slices = [s for n, s in self.layout.slices.items() if n.startswith(f"{module_name}." if module_name else "")]
+        return slice(slices[0].start, slices[-1].stop)
+
+    @contextmanager
+    def listening(self, features: bool = False, activations: bool = False) -> Iterator[Tap]:
+        """Within this context a pass also shows what enters the head, or what leaves each activation module."""
+        tap = Tap(self.module)
+        with ExitStack() as hooks:
+            if features:
+                hooks.callback(self.head_module.register_forward_pre_hook(tap.enter_head).remove)
+            if activations:
+                for name, module in _activation_modules(self.module):
+                    hooks.callback(module.register_forward_hook(tap.leave(name)).remove)
+            yield tap
+
+
+class Tap:
+    """Runs a module and keeps what its hooks saw in that pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._features: Tensor | None = None
+        self._activations: dict[str, Tensor] = {}
+
+    def __call__(self, inputs: Tensor) -> Forward:
+        self._features, self._activations = None, {}
+        logits = self._module(inputs)
+        return Forward(logits, self._features, self._activations)
+
+    def enter_head(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        self._features = arguments[0]
+
+    def leave(self, name: str) -> Any:
+        def keep(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+            # A module that is used twice in one pass has two outputs, and both count.
+            twice = sum(seen == name or seen.startswith(f"{name}#") for seen in self._activations)
+            self._activations[f"{name}#{twice + 1}" if twice else name] = output
+
+        return keep
+
+
+def _activation_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = [(n, m) for n, m in module.named_modules() if isinstance(m, ACTIVATIONS)]
+    if not found:
+        kinds = ", ".join(kind.__name__ for kind in ACTIVATIONS)
+        raise RecipeError(
+            f"model: no activation module to look at; use modules such as nn.ReLU ({kinds}), not functions"
+        )
+    return found
+
+
+def _last_linear(module: nn.Module) -> tuple[str, nn.Module]:
+    linear: list[tuple[str, nn.Module]] = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]
+    if not linear:
+        raise RecipeError("model: no nn.Linear found to serve as the head; the last layer must be one")
+    return linear[-1]
+
+
+def _joined(tensors: Mapping[str, Tensor], layout: Layout, like: Tensor) -> Tensor:
+    return layout.flatten(tensors) if layout.shapes else like.new_zeros(0)

@@ -1,0 +1,41 @@
+"""What several tests use: a tiny federation, and the real data where they are at hand."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedflat import Dataset, Federation, Samples, federate
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def digits() -> Federation:
+    return federate("digits", "dirichlet", 8, alpha=0.3, seed=1)
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder with the real data sets, or a skip."""
+    folder = Path(os.environ.get("FEDFLAT_DATA") or SHARED)
+    if not (folder / "cifar10").is_dir():
+        pytest.skip("the real data sets are not here")
+    return folder
+
+
+@pytest.fixture
+def regression() -> Federation:
+    """Four clients with least-squares problems whose curvatures and optima differ; float64."""
+    chance = torch.Generator().manual_seed(0)
+    inputs, labels = [], []
+    for client in range(4):
+        scale = torch.linspace(0.3, 1.5, 3, dtype=torch.float64).roll(client)
+        x = torch.randn(20, 3, generator=chance, dtype=torch.float64) * scale
+        optimum = torch.randn(3, 1, generator=chance, dtype=torch.float64)
+        inputs.append(x)
+        labels.append(x @ optimum)
+    samples = Samples(torch.cat(inputs), torch.cat(labels))
+    shards = tuple(torch.arange(80).split(20))
+    return Federation(Dataset("regression", samples, samples, 1, (), ()), shards, dtype=torch.float64)

@@ -1,0 +1,116 @@
+"""The same numbers to the bit on every engine, for any number of workers and any order of clients."""
+
+import hashlib
+
+import pytest
+import torch
+from torch import nn
+
+from fedflat import FedflatError, federate, train
+from fedflat.engine import pool
+from fedflat.errors import TrainingError
+
+
+def fingerprint(result):
+    weights = torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
+    history = [{k: v for k, v in record.items() if k != "seconds"} for record in result.history]
+    return hashlib.sha256(weights.numpy().tobytes()).hexdigest(), history
+
+
+@pytest.mark.parametrize("method", ["fedavg", "feddyn + man(0.15)", "fedsam"])
+def test_workers_do_not_change_a_bit(digits, method):
+    settings = dict(model="mlp", method=method, rounds=3, cohort=5, epochs=2, batch=16, momentum=0.5)
+    runs = [train(digits, **settings, engine="inline")]
+    runs += [train(digits, **settings, engine="pool", workers=n) for n in (1, 2, 4)]
+    assert all(fingerprint(run) == fingerprint(runs[0]) for run in runs[1:])
+
+
+def test_convolutions_and_augmentation_do_not_change_a_bit_either(digits):
+    from fedflat import Augment, Federation
+
+    federation = Federation(digits.dataset, digits.shards, Augment(crop=1, flip=0.5, cutout=2))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 10))
+    start = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    prints = []
+    for engine in (dict(engine="inline"), dict(engine="pool", workers=3)):
+        net.load_state_dict(start)
+        prints.append(fingerprint(train(federation, net, "fedsam", rounds=2, cohort=6, **engine)))
+    assert prints[0] == prints[1]
+
+
+def test_bernoulli_cohorts_of_any_size_fit_the_pool(digits):
+    settings = dict(rounds=6, cohort=0.4, sampling="bernoulli", method="feddyn")
+    runs = [train(digits, **settings, engine=e) for e in ("inline", "pool")]
+    assert len({len(record["cohort"]) for record in runs[0].history}) > 1
+    assert fingerprint(runs[0]) == fingerprint(runs[1])
+
+
+class Poisoned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        if self.training:
+            raise ValueError("the user's bug")
+        return self.head(x.flatten(1))
+
+
+def test_a_failing_client_is_named_by_the_pool_and_raises_its_own_error_inline(digits):
+    with pytest.raises(TrainingError, match=r"client \d+ in round 0: ValueError: the user's bug"):
+        train(digits, Poisoned(), engine="pool", workers=2, rounds=1)
+    with pytest.raises(ValueError, match="the user's bug"):
+        train(digits, Poisoned(), engine="inline", rounds=1)
+
+
+def test_a_worker_that_dies_is_an_error_and_not_a_hang(digits):
+    class Dies(Poisoned):
+        def forward(self, x):
+            if self.training:
+                import os
+
+                os._exit(9)
+            return self.head(x.flatten(1))
+
+    with pytest.raises(TrainingError, match="died with exit code 9"):
+        train(digits, Dies(), engine="pool", workers=2, rounds=1)
+
+
+@pytest.mark.parametrize("engine", ["inline", "pool"])
+def test_numbers_that_are_no_longer_finite_stop_the_run_and_name_the_client(digits, engine):
+    with pytest.raises(FedflatError, match=r"client \d+ in round \d+: its model is no longer finite"):
+        train(digits, rounds=30, lr=1e9, engine=engine)
+
+
+def test_the_container_limit_counts(monkeypatch, tmp_path):
+    limit = tmp_path / "cpu.max"
+    limit.write_text("150000 100000\n")
+    monkeypatch.setattr(pool, "CPU_LIMIT", limit)
+    assert pool.cores() == 1
+    limit.write_text("max 100000\n")
+    assert pool.cores() >= 1
+
+
+def test_batch_norm_statistics_are_averaged_or_kept_or_refused(digits):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
+
+    averaged = train(digits, net(), rounds=2, cohort=4, batch=0, engine="inline")
+    pooled = train(digits, net(), rounds=2, cohort=4, batch=0, engine="pool", workers=2)
+    assert torch.equal(averaged.model[2].running_mean, pooled.model[2].running_mean)
+    assert not torch.equal(averaged.model[2].running_mean, torch.zeros(8))
+    up, down = (averaged.history[0][key] for key in ("bytes_up", "bytes_down"))
+    parameters = sum(p.numel() for p in averaged.model.parameters())
+    assert up == down == 4 * 4 * (parameters + 16)
+    local = train(digits, net(), rounds=2, cohort=4, batch=0, engine="inline", model_buffers="local")
+    assert torch.equal(local.model[2].running_mean, torch.zeros(8))
+    assert local.history[0]["bytes_up"] == 4 * 4 * parameters
+    with pytest.raises(FedflatError, match=r'model.buffers = "refuse".*2.running_mean'):
+        train(digits, net(), rounds=1, model_buffers="refuse")
+
+
+def test_federations_can_be_larger_than_the_cohort_ever_is():
+    federation = federate("digits", "iid", 300)
+    assert len(train(federation, rounds=2, cohort=3, engine="pool").history) == 2

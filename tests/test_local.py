@@ -1,0 +1,122 @@
+"""The local step against the formula written out by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedflat.local import LocalRule, Slope, step, train
+from fedflat.parts import ActivationNorm, Ascent
+from fedflat.vector import Network
+
+D = 5
+
+
+def vectors(*seeds):
+    return [torch.randn(D, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in seeds]
+
+
+def clip(x, limit):
+    return x * min(1.0, limit / (float(x.norm()) + 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("loss_only", lambda g, p, w, c, k: clip(2 * g, c) + p + k * w),
+        ("official", lambda g, p, w, c, k: clip(2 * g + p, c) + k * w),
+        ("all", lambda g, p, w, c, k: clip(2 * g + p + k * w, c)),
+    ],
+)
+def test_the_clip_goes_around_what_its_mode_says(mode, expected):
+    w, g, pull = vectors(0, 1, 2)
+    rule = LocalRule(0.1, 1, weight_decay=0.01, clip=0.5, clip_mode=mode, scale=2.0, pull=pull, decay=0.3)
+    after = w.clone()
+    step(after, g.clone(), None, rule)
+    torch.testing.assert_close(after, w - 0.1 * expected(g, pull, w, 0.5, 0.31))
+
+
+def test_momentum_is_that_of_torch():
+    w, g1, g2 = vectors(0, 1, 2)
+    theirs = w.clone().requires_grad_()
+    optimiser = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.01)
+    velocity, rule = torch.zeros_like(w), LocalRule(0.1, 2, momentum=0.9, weight_decay=0.01)
+    for g in (g1, g2):
+        theirs.grad = g.clone()
+        optimiser.step()
+        step(w, g.clone(), velocity, rule)
+    torch.testing.assert_close(w, theirs.detach())
+
+
+def problem(seed=0):
+    torch.manual_seed(seed)
+    network = Network(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.float64)
+    return network, torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 3, (7,))
+
+
+def test_weights_are_restored_to_the_bit_after_a_look_elsewhere():
+    network, x, y = problem()
+    before = network.weights.clone()
+    with network.listening() as tap:
+        slope = Slope(network, None, LocalRule(0.1, 1), nn.functional.cross_entropy, tap).at(x, y)
+        slope(torch.full_like(before, 1e-3) * torch.pi)
+    assert torch.equal(network.weights, before)
+
+
+def test_sam_steps_along_the_gradient_at_the_top_of_the_ball():
+    network, x, y = problem()
+    start = network.weights.clone()
+    outcome = train(
+        network, None, start, Ascent(0.05).plan(LocalRule(0.1, 1), {}, {}), [(x, y)], nn.functional.cross_entropy
+    )
+
+    def gradient(at):
+        network.bind(at.clone())
+        return network.differentiate(nn.functional.cross_entropy(network.module(x), y)).clone()
+
+    g = gradient(start)
+    expected = -0.1 * gradient(start + 0.05 * g / g.norm())
+    torch.testing.assert_close(outcome.delta, expected, rtol=1e-6, atol=1e-12)
+
+
+def test_man_has_the_gradient_of_finite_differences():
+    network, x, y = problem()
+    start = network.weights.clone()
+    rule = ActivationNorm(0.7).plan(LocalRule(1.0, 1), {}, {})
+    outcome = train(network, None, start, rule, [(x, y)], nn.functional.cross_entropy)
+
+    @torch.no_grad()
+    def objective(at):
+        network.bind(at)
+        hidden = network.module[1](network.module[0](x))
+        return float(nn.functional.cross_entropy(network.module[2](hidden), y) + 0.35 * hidden.square().mean())
+
+    h = 1e-6
+    for i in range(0, network.size, 7):
+        unit = torch.zeros_like(start)
+        unit[i] = h
+        slope = (objective(start + unit) - objective(start - unit)) / (2 * h)
+        assert -float(outcome.delta[i]) == pytest.approx(slope, abs=1e-7)
+
+
+def test_man_reports_the_norms_it_penalises():
+    network, x, y = problem()
+    expected = float(network.module[1](network.module[0](x)).square().mean().detach())
+    rule = ActivationNorm(0.1).plan(LocalRule(0.1, 1), {}, {})
+    outcome = train(network, None, network.weights.clone(), rule, [(x, y)], nn.functional.cross_entropy)
+    assert outcome.notes == {"activation/1": pytest.approx(expected)}
+
+
+def test_batch_statistics_come_from_the_unperturbed_pass_only():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    network = Network(module)
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    after = {}
+    for rho in (0.0, 5.0):
+        network.buffers.copy_(torch.cat([torch.zeros(6), torch.ones(6)]))
+        start = network.weights.clone()
+        train(network, None, start, Ascent(rho).plan(LocalRule(0.1, 1), {}, {}), [(x, y)], nn.functional.cross_entropy)
+        network.weights.copy_(start)
+        after[rho] = network.buffers.clone()
+    assert torch.equal(after[0.0], after[5.0])
+    assert not torch.equal(after[0.0][:6], torch.zeros(6))

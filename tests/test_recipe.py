@@ -1,0 +1,88 @@
+"""Recipes: every value shown, every mistake named."""
+
+import tomllib
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedflat.errors import RecipeError
+from fedflat.recipe import PRESETS, load, validated
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_printed_recipe_loads_to_itself(name):
+    recipe = load(name)
+    assert validated(tomllib.loads(recipe.to_toml())) == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("local.lrr=1", "local.lrr: there is no such field; did you mean local.lr?"),
+        ("sever.rounds=3", "sever: there is no such field; did you mean server?"),
+        ("local.lr=-1", "local.lr = -1: input should be greater than 0 (learning rate η of round 0)"),
+        ("local.momentum=1.0", "local.momentum = 1.0: input should be less than 1"),
+        ("local.lr=fast", "local.lr = 'fast': input should be a valid number"),
+        ("local.epochs=1.5", "local.epochs = 1.5: input should be a valid integer"),
+        ("server.cohort=1.5", "server.cohort = 1.5: must be a whole count, or a ratio above 0 up to 1.0"),
+        ("server.cohort=0", "server.cohort = 0: input should be greater than 0"),
+        ("engine=cluster", "engine.name = 'cluster': input should be 'auto', 'inline' or 'pool'"),
+        ("local=3", "local = 3: input should be a valid"),
+        ("local.clip_mode=some", "local.clip_mode = 'some': input should be 'loss_only', 'official' or 'all'"),
+        ("rounds", "--set rounds: write it as section.field=value"),
+    ],
+)
+def test_mistakes_are_named_in_one_sentence(override, sentence):
+    with pytest.raises(RecipeError) as caught:
+        load(None, [override])
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_may_build_on_a_preset_and_state_only_what_differs(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('preset = "sol"\nmethod = "fedavg"\n[server]\nrounds = 7\n')
+    recipe = load(file)
+    assert (recipe.method, recipe.server.rounds, recipe.local.momentum) == ("fedavg", 7, 0.9)
+
+
+def test_another_split_drops_the_old_ones_options_but_not_the_number_of_clients():
+    recipe = load("sol", ["split=iid"])
+    assert (recipe.split.name, recipe.split.clients, recipe.split.alpha) == ("iid", 100, None)
+
+
+@pytest.mark.parametrize("content", ["[local\nlr=1", "\xff\xfe", "lr = "])
+def test_a_broken_file_is_named(tmp_path, content):
+    file = tmp_path / "broken.toml"
+    file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(RecipeError, match=r"broken\.toml"):
+        load(file)
+
+
+def test_a_missing_file_is_named_with_the_nearest_preset():
+    with pytest.raises(RecipeError, match=r"sool: no such recipe file, and no preset of that name; did you mean sol\?"):
+        load("sool")
+
+
+def test_the_houses_hold_the_papers_settings():
+    smoo, sol, man = (load(name) for name in ("smoo", "sol", "man"))
+    assert (smoo.local.lr, smoo.local.momentum, smoo.local.weight_decay, smoo.local.clip) == (0.1, 0, 1e-3, 10)
+    assert (smoo.server.sampling, smoo.server.average, smoo.local.lr_decay) == ("bernoulli", "uniform", 0.998)
+    assert (sol.local.lr, sol.local.momentum, sol.local.weight_decay, sol.local.clip) == (0.01, 0.9, 1e-5, 0)
+    assert (sol.server.sampling, sol.server.average, sol.local.lr_decay) == ("uniform", "samples", 0.99)
+    assert (man.model.name, man.split.name, man.split.refill, man.server.rounds) == ("lenet64", "dirichlet", False, 500)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda x: st.lists(x) | st.dictionaries(st.text(), x),
+        max_leaves=8,
+    )
+)
+def test_whatever_stands_in_a_section_the_answer_is_a_recipe_or_one_sentence(value):
+    for section in ("data", "split", "model", "local", "server", "evaluation", "engine", "seed", "precision"):
+        with suppress(RecipeError):
+            validated({section: value})

@@ -1,0 +1,143 @@
+"""Runs: what they write, what they count, and the library in a few lines."""
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from fedflat import Dataset, Federation, FedflatError, Part, Samples, federate, option, train
+from fedflat.errors import RecipeError, RunError
+from fedflat.recipe import Server, load
+from fedflat.run import execute, prepare
+from fedflat.server import draw_cohort
+
+QUICK = ["server.rounds=3", "engine=inline"]
+
+
+def test_a_run_directory_holds_recipe_metrics_summary_and_model(tmp_path):
+    problem, recipe = prepare(load(None, [*QUICK, "evaluation.target=0.2"]))
+    result = execute(problem, recipe, tmp_path / "run")
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert records == result.history
+    assert [record["round"] for record in records] == [1, 2, 3]
+    assert set(records[0]) >= {
+        "accuracy",
+        "loss",
+        "local_loss",
+        "consistency",
+        "cohort",
+        "bytes_down",
+        "bytes_up",
+        "seconds",
+    }
+    assert load(tmp_path / "run/recipe.toml") == recipe
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    accuracies = [record["accuracy"] for record in records]
+    assert summary["accuracy_last"] == accuracies[-1]
+    assert summary["accuracy_best"] == max(accuracies)
+    assert summary["accuracy_mean_of_last_10"] == pytest.approx(sum(accuracies) / 3)
+    assert summary["rounds_to_target"] == next(r["round"] for r in records if r["accuracy"] >= 0.2)
+    tensors = load_file(tmp_path / "run/model.safetensors")
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in result.model.state_dict().items())
+    assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
+
+
+def test_a_repeated_recipe_repeats_the_run_to_the_bit(tmp_path):
+    digests = []
+    for name in "ab":
+        problem, recipe = prepare(load(None, QUICK))
+        execute(problem, recipe, tmp_path / name)
+        digests.append(json.loads((tmp_path / name / "summary.json").read_text())["model_sha256"])
+    problem, recipe = prepare(load(tmp_path / "a/recipe.toml"))
+    execute(problem, recipe, tmp_path / "c")
+    digests.append(json.loads((tmp_path / "c/summary.json").read_text())["model_sha256"])
+    assert len(set(digests)) == 1
+
+
+def test_a_directory_with_a_run_is_not_written_over(tmp_path):
+    problem, recipe = prepare(load(None, QUICK))
+    execute(problem, recipe, tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(RunError, match="already holds a run"):
+        execute(problem, recipe, tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_bytes_are_counted_from_what_is_sent(digits):
+    result = train(digits, method="fedavg", rounds=1, cohort=3, engine="inline")
+    parameters = sum(p.numel() for p in result.model.parameters())
+    assert result.history[0]["bytes_down"] == result.history[0]["bytes_up"] == 3 * 4 * parameters
+
+
+def test_the_printed_recipe_shows_defaults_of_split_model_and_method():
+    _, recipe = prepare(load(None, ["split=lda", "split.alpha=0.5", "method=fedsam", "model=lenet64", "model=mlp"]))
+    text = recipe.to_toml()
+    for line in ("min_size = 10", 'method = "fedsam(rho=0.1)"', "hidden = [200, 200]", "workers = ", "mean = ["):
+        assert line in text
+
+
+def test_evaluation_every_n_rounds_and_always_after_the_last(digits):
+    result = train(digits, rounds=5, every=2, engine="inline")
+    assert [round for round, _ in result.curve("accuracy")] == [2, 4, 5]
+
+
+def test_a_uniform_cohort_is_exact_and_a_bernoulli_cohort_varies_about_the_same_mean():
+    uniform = [draw_cohort(Server(cohort=0.1), 100, 0, t) for t in range(300)]
+    assert all(len(set(cohort)) == 10 for cohort in uniform)
+    sizes = [len(draw_cohort(Server(cohort=0.1, sampling="bernoulli"), 100, 0, t)) for t in range(300)]
+    assert 9.4 < sum(sizes) / 300 < 10.6
+    assert min(sizes) < 8 < 12 < max(sizes)
+    assert all(draw_cohort(Server(cohort=1, sampling="bernoulli"), 2, 0, t) for t in range(50))
+
+
+def test_a_cohort_larger_than_the_federation_is_named(digits):
+    with pytest.raises(RecipeError, match=r"server\.cohort = 9: there are only 8 clients"):
+        train(digits, cohort=9, rounds=1)
+
+
+def test_an_unknown_setting_is_named_with_the_nearest(digits):
+    with pytest.raises(RecipeError, match=r"no setting 'epoch'; did you mean epochs\?"):
+        train(digits, epoch=3)
+
+
+@dataclass(frozen=True)
+class Noise(Part):
+    """A user's own part: a constant pull in every step."""
+
+    size: float = option(0.0, "size of the pull", low=0)
+
+    def plan(self, rule, sent, memory):
+        return replace(rule, pull=torch.full_like(sent["weights"], self.size))
+
+
+def test_a_users_own_part_model_data_and_callback_take_a_few_lines():
+    chance = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 4, generator=chance)
+    samples = Samples(x, (x[:, 0] > 0).long())
+    federation = federate(Dataset("mine", samples, samples, 2, (), ()), "iid", 3)
+    rounds = []
+    result = train(federation, nn.Linear(4, 2), Noise(0.0), rounds=20, lr=0.5, engine="inline",
+                   callbacks=[lambda record: rounds.append(record["round"])])  # fmt: skip
+    assert rounds == list(range(1, 21))
+    assert result.accuracy > 0.9
+    shifted = train(federation, nn.Linear(4, 2), Noise(1.0), rounds=1, engine="inline")
+    assert shifted.model.weight.mean() < 0
+
+
+def test_training_in_float64_is_training_in_float64(digits):
+    result = train(digits, rounds=1, precision="float64", engine="inline")
+    assert next(result.model.parameters()).dtype == torch.float64
+
+
+def test_a_federation_by_hand_is_one_too(digits):
+    federation = Federation(digits.dataset, (torch.arange(0, 50), torch.arange(50, 60)))
+    history = train(federation, rounds=1, cohort=2, batch=0, engine="inline").history
+    assert history[0]["cohort"] == [0, 1]
+
+
+def test_a_model_without_parameters_is_refused(digits):
+    with pytest.raises(FedflatError, match="no parameters"):
+        train(digits, nn.Flatten(), rounds=1)
