@@ -235,7 +235,7 @@ def read_images(path: Path, names: Sequence[str], side: int) -> Images:
     try:
         from PIL import Image
     except ImportError as error:
-        raise DataError(f"{path} holds images, which need Pillow: pip install 'fedflat[data]'") from error
+        raise DataError(f"{path} holds images, which need Pillow: pip install 'fedflat[images]'") from error
     place = {name: at for at, name in enumerate(names)}
     images = np.empty((len(names), 3, side, side), np.uint8)
     for name, opened in stored(path):

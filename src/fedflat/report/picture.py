@@ -48,12 +48,18 @@ def draw_split(counts: Sequence[Sequence[int]], path: Path, title: str = "") -> 
     _save(figure, path)
 
 
-def draw_curves(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, ylabel: str, title: str = "") -> None:
-    """Curves over rounds, one for each name."""
+Curve = Sequence[tuple[int, float]]
+
+
+def draw_curves(curves: Mapping[str, Sequence[Curve]], path: Path, ylabel: str, title: str = "") -> None:
+    """For each name the mean of its curves over rounds, and the range they cover."""
     figure = _figure(7, 4)
     axes = figure.subplots()
-    for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), label=name)
+    for name, runs in curves.items():
+        rounds = [round for round, _ in runs[0]]
+        values = np.array([[value for _, value in run] for run in runs])
+        (line,) = axes.plot(rounds, values.mean(axis=0), label=name)
+        axes.fill_between(rounds, values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.15, linewidth=0)
     axes.set(xlabel="round", ylabel=ylabel, title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
