@@ -1,6 +1,6 @@
 """The README's picture: three methods on twenty very different clients of the digits, over five seeds.
 
-    python benchmarks/demo_figure.py
+python benchmarks/demo_figure.py
 """
 
 from pathlib import Path

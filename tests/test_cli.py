@@ -15,7 +15,8 @@ QUICK = ["--set", "server.rounds=2", "--set", "engine.workers=1"]
 
 def fedflat(*arguments, cwd, data=None):
     environment = {k: v for k, v in os.environ.items() if k != "FEDFLAT_DATA"} | {
-        "FEDFLAT_DATA": str(data or cwd / "no-data")
+        "FEDFLAT_DATA": str(data or cwd / "no-data"),
+        "COLUMNS": "160",
     }
     command = [sys.executable, "-m", "fedflat.cli", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)

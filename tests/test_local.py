@@ -57,7 +57,7 @@ def test_weights_are_restored_to_the_bit_after_a_look_elsewhere():
     network, x, y = problem()
     before = network.weights.clone()
     with network.listening() as tap:
-        slope = Slope(network, None, LocalRule(0.1, 1), nn.functional.cross_entropy, tap).at(x, y)
+        slope = Slope(network, None, LocalRule(0.1, 1), nn.functional.cross_entropy, tap).at((x, y))
         slope(torch.full_like(before, 1e-3) * torch.pi)
     assert torch.equal(network.weights, before)
 

@@ -2,15 +2,19 @@
 
 import pytest
 
+from fedflat.catalogue import CATALOGUE
 from fedflat.errors import RecipeError
-from fedflat.methods import CATALOGUE, Method, explain, parse, spell
+from fedflat.method import Method
+from fedflat.methods import explain, parse, spell
 from fedflat.parts import ActivationNorm, Ascent, DynamicDual
 
 
 def test_a_sum_a_list_and_tables_mean_the_same():
     written = ["feddyn(0.2) + man(zeta=0.1)", ["feddyn(penalty=0.2)", {"name": "man", "zeta": 0.1}]]
     assert {repr(parse(w)) for w in written} == {repr(Method(DynamicDual(0.2)) + ActivationNorm(0.1))}
-    assert {spell(w) for w in written} == {"feddyn(penalty=0.2) + man(zeta=0.1)"}
+    assert {spell(w) for w in written} == {
+        "feddyn(penalty=0.2, dual='all', balanced=False) + man(zeta=0.1, layers='all')"
+    }
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

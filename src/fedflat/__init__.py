@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from fedflat.federation.augment import Augment
     from fedflat.federation.datasets import Dataset, Samples
     from fedflat.federation.federation import Federation, federate
-    from fedflat.methods import Method
+    from fedflat.method import Method
     from fedflat.parts import Part, option
     from fedflat.run import Result, train
 
@@ -33,7 +33,7 @@ _HOMES = {
     "fedflat.federation.augment": ("Augment",),
     "fedflat.federation.datasets": ("Dataset", "Samples"),
     "fedflat.federation.federation": ("Federation", "federate"),
-    "fedflat.methods": ("Method",),
+    "fedflat.method": ("Method",),
     "fedflat.parts": ("Part", "option"),
     "fedflat.run": ("Result", "train"),
 }

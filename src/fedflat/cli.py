@@ -100,32 +100,43 @@ def methods(
     """List the methods, or show one with its equations and options."""
     from rich.table import Table
 
-    from fedflat.methods import CATALOGUE, explain, parse
+    from fedflat.catalogue import CATALOGUE
+    from fedflat.methods import explain
 
     if name is not None:
-        parse(name)
-        print(json.dumps(explain(name), indent=2)) if as_json else _print_method(explain(name))
+        facts = explain(name)
+        print(json.dumps(facts, indent=2)) if as_json else _print_method(facts)
         return
+    everything = [explain(entry) for entry in CATALOGUE]
     if as_json:
-        print(
-            json.dumps(
-                [{"name": n, "paper": e.paper, "idea": e.idea, "options": e.options()} for n, e in CATALOGUE.items()]
-            )
-        )
+        print(json.dumps(everything, indent=2))
         return
-    table = Table("method", "options", "idea", "paper")
-    for n, entry in CATALOGUE.items():
-        table.add_row(n, ", ".join(f"{k}={v}" for k, v in entry.options().items()), entry.idea, entry.paper)
+    table = Table(
+        "method", "idea", "paper", "down/up", "kept", "passes", title="cost in model sizes, and passes a step"
+    )
+    for facts in everything:
+        cost = facts["cost"]
+        passes = f"{cost['gradients']}{f' + {forwards} fwd' if (forwards := cost['forwards']) else ''}"
+        table.add_row(
+            facts["name"], facts["idea"], facts["paper"], f"{cost['down']}/{cost['up']}", str(cost["client"]), passes
+        )
     out.print(table)
 
 
 def _print_method(facts: dict[str, Any]) -> None:
+    cost = facts["cost"]
     out.print(f"[bold]{facts['name']}[/]  {facts['idea']} ({facts['paper']})\n")
     for part in facts["parts"]:
         out.print(f"{part['part']}\n", markup=False, style="bold", highlight=False)
         out.print(part["text"] + "\n", markup=False, highlight=False)
+    out.print("options" if facts["options"] else "no options", style="bold")
     for option in facts["options"]:
-        out.print(f"  {option['name']} = {option['default']}   {option['range']}: {option['doc']}", markup=False)
+        out.print(f"  {option['name']} = {option['default']}   {option['doc']}; {option['range']}", markup=False)
+    out.print("cost", style="bold")
+    out.print(
+        f"  {cost['down']} model sizes down, {cost['up']} up, {cost['client']} kept by a client, {cost['server']} by "
+        f"the server; {cost['gradients']} gradients a step, {cost['forwards']} further forward passes"
+    )
 
 
 @app.command()

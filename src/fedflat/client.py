@@ -12,7 +12,7 @@ from torch import Tensor
 from fedflat.errors import RecipeError
 from fedflat.federation.federation import Federation, batch_indices, batch_steps
 from fedflat.local import LocalRule, Loss, Vectors, train
-from fedflat.methods import Method
+from fedflat.method import Method
 from fedflat.metrics import Score, score
 from fedflat.parts import Upload
 from fedflat.randomness import generator
@@ -64,6 +64,7 @@ class Worker:
         self.problem = problem
         needs_reference = any(part.reference for part in problem.method.parts)
         self._reference = problem.network.frozen() if needs_reference else None
+        self._initial = problem.network.weights.clone()
 
     def turn(self, brief: Brief, client: int, memory: Vectors | None) -> Upload:
         """One client's round; `memory` is None if the client never took part before."""
@@ -82,10 +83,8 @@ class Worker:
         return Upload(client, samples, rule.steps, rule.lr, outcome.loss, outcome.delta, vectors, kept, outcome.notes)
 
     def _first_memory(self, sent: Vectors) -> Vectors:
-        memory = {name: sent["weights"].new_zeros(size) for name, size in self.problem.memory.items()}
-        if "buffers" in memory:
-            memory["buffers"] = sent["buffers"]
-        return memory
+        memory = self.problem.method.first_memory(self._initial)
+        return {**memory, "buffers": sent["buffers"]} if "buffers" in self.problem.memory else memory
 
     def _rule(self, brief: Brief, client: int) -> LocalRule:
         local, samples = self.problem.local, self.problem.federation.samples(client)
@@ -96,8 +95,9 @@ class Worker:
             weight_decay=local.weight_decay,
             clip=local.clip or None,
             clip_mode=local.clip_mode,
-            lr_decay=local.lr_decay,
             share=self.problem.federation.share(client),
+            layout=self.problem.network.layout,
+            head=self.problem.network.head,
         )
 
     def _batches(self, brief: Brief, client: int, rule: LocalRule) -> Iterator[tuple[Tensor, Tensor]]:
@@ -105,7 +105,7 @@ class Worker:
         order = generator(problem.seed, "batches", brief.round, client) if problem.shuffle else None
         chance = generator(problem.seed, "augment", brief.round, client) if problem.shuffle else None
         shard = problem.federation.shards[client]
-        for indices in batch_indices(shard, problem.local.batch, rule.steps, order):
+        for indices in batch_indices(shard, problem.local.batch, rule.steps * (1 + rule.pairs), order):
             yield problem.federation.batch(indices, chance)
 
     def score(self, weights: Tensor, buffers: Tensor, part: str, start: int, stop: int) -> Score:

@@ -8,16 +8,19 @@ obeyed. All vectors are flat, of size d.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from fedflat.vector import Forward, Network, Tap
+from fedflat.vector import Forward, Layout, Network, Tap
 
 Vectors = dict[str, Tensor]
+Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 ClipMode = Literal["loss_only", "official", "all"]
 
@@ -37,6 +40,12 @@ class Term(Protocol):
 class Ascent(Protocol):
     """Where the gradient is taken: given ∇[loss + Σ terms] as a function of ε, the gradient to descend by."""
 
+    @property
+    def features(self) -> bool: ...
+
+    @property
+    def activations(self) -> bool: ...
+
     def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]: ...
 
 
@@ -44,8 +53,9 @@ class Ascent(Protocol):
 class LocalRule:
     """What one client does in one round.
 
-    The upper fields are facts of the round that parts may read; the lower ones are theirs to fill. `carry` is what an
-    ascent hands from step to step (FedSMOO's μ), and `settle` finds it in the outcome.
+    The upper fields are facts of the round that parts may read (`share` is nᵢ m/N); the lower ones are theirs to fill.
+    `carry` is what an ascent hands from step to step (FedSMOO's μ), and `settle` finds it in the outcome. `frozen` is a
+    span that no step changes; with `pairs` every step has a second batch.
     """
 
     lr: float
@@ -54,8 +64,9 @@ class LocalRule:
     weight_decay: float = 0.0
     clip: float | None = None
     clip_mode: ClipMode = "loss_only"
-    lr_decay: float = 1.0
     share: float = 1.0
+    layout: Layout = field(default_factory=lambda: Layout({}))
+    head: slice = field(default_factory=lambda: slice(0))
 
     scale: float = 1.0
     pull: Tensor | None = None
@@ -63,6 +74,19 @@ class LocalRule:
     terms: tuple[Term, ...] = ()
     ascent: Ascent | None = None
     carry: Vectors = field(default_factory=dict)
+    lr_floor: float = 1.0
+    frozen: slice | None = None
+    pairs: bool = False
+
+    def lr_at(self, k: int) -> float:
+        """η_k, falling linearly towards `lr_floor` · η over the K steps."""
+        return self.lr * (1 - (1 - self.lr_floor) * k / self.steps)
+
+    @property
+    def effective_steps(self) -> float:
+        """K, or with momentum β the sum of the weights with which the K gradients enter Δ."""
+        beta, steps = self.momentum, self.steps
+        return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
 
 
 @dataclass(frozen=True)
@@ -87,6 +111,11 @@ class Pass:
     @property
     def logits(self) -> Tensor:
         return self.forward.logits
+
+    @cached_property
+    def loss(self) -> Tensor:
+        """The loss of the batch, without any term."""
+        return self.slope.loss(self.logits, self.labels)
 
     def under(self, reference: Tensor) -> Forward:
         """The batch through a frozen model with these weights; run once per batch, however often it is asked for."""
@@ -117,16 +146,23 @@ class Slope:
     """∇[loss + Σ terms] on the current batch, as a function of the offset ε at which it is taken."""
 
     def __init__(self, network: Network, reference: Network | None, rule: LocalRule, loss: Loss, tap: Tap) -> None:
-        self.network, self.rule, self.notes = network, rule, Notes()
-        self._reference, self._loss, self._tap = reference, loss, tap
+        self.network, self.rule, self.loss, self.notes = network, rule, loss, Notes()
+        self._reference, self._tap = reference, tap
         self._home = torch.empty_like(network.weights)
 
-    def at(self, inputs: Tensor, labels: Tensor) -> Slope:
-        """Move on to the next batch."""
-        self._inputs, self._labels = inputs, labels
+    def at(self, batch: Batch, other: Batch | None = None) -> Slope:
+        """Move on to the next batch, with perhaps a second one for those who look at two."""
+        self._inputs, self._labels = batch
+        self._other = other or batch
         self._seen: dict[int, Forward] = {}
         self._noted = False
+        self._kept: Forward | None = None
         return self
+
+    def on_other_batch(self, offset: Tensor) -> Tensor:
+        """The gradient at w + ε on the step's second batch."""
+        (self._inputs, self._labels), self._seen = self._other, {}
+        return self(offset)
 
     @property
     def weights(self) -> Tensor:
@@ -138,27 +174,48 @@ class Slope:
     ) -> Tensor:
         """The gradient at w + ε of the loss (if `data`) and the terms (the rule's, unless others are given).
 
-        It stands in the network's gradient buffer, which the next call overwrites. The weights are put back by copy,
-        so that they are the same to the bit whatever ε was.
+        It stands in the network's gradient buffer, which the next call overwrites.
         """
         if offset is None:
             return self.network.differentiate(self._objective(terms, data))
-        buffers = self.network.buffers.clone()
-        self._home.copy_(self.weights)
-        self.weights.add_(offset)
-        gradient = self.network.differentiate(self._objective(terms, data))
-        self.weights.copy_(self._home)
-        self.network.buffers.copy_(buffers)
-        return gradient
+        with self._moved(offset):
+            return self.network.differentiate(self._objective(terms, data))
 
-    def _objective(self, terms: tuple[Term, ...] | None, data: bool) -> Tensor:
-        here = Pass(self._tap(self._inputs), self._labels, self)
-        parts = [term(here) for term in (self.rule.terms if terms is None else terms)]
-        if data:
-            parts.insert(0, self._loss(here.logits, here.labels))
-            if not self._noted:
-                self.notes.add("loss", parts[0])
-                self._noted = True
+    def in_head(self, terms: tuple[Term, ...]) -> Tensor:
+        """The terms' gradient at w with respect to the head alone. The pass through the body is kept for `at_head`."""
+        self._kept = self._tap(self._inputs)
+        return self.network.differentiate_head(self._sum([term(self._pass(self._kept)) for term in terms]))
+
+    def at_head(self, offset: Tensor) -> Tensor:
+        """The gradient at w + ε with ε in the head alone: of the network only the head is run again."""
+        with self._moved(offset, self.network.head):
+            if self._kept is None or self._kept.features is None:
+                return self.network.differentiate(self._objective(None, True))
+            logits = self.network.head_module(self._kept.features)
+            return self.network.differentiate(self._objective(None, True, replace(self._kept, logits=logits)))
+
+    @contextmanager
+    def _moved(self, offset: Tensor, span: slice = slice(None)) -> Iterator[None]:
+        """The network at w + ε; afterwards weights and batch statistics are what they were, to the bit."""
+        buffers = self.network.buffers.clone()
+        self._home[span].copy_(self.weights[span])
+        self.weights[span].add_(offset)
+        yield
+        self.weights[span].copy_(self._home[span])
+        self.network.buffers.copy_(buffers)
+
+    def _pass(self, forward: Forward) -> Pass:
+        return Pass(forward, self._labels, self)
+
+    def _objective(self, terms: tuple[Term, ...] | None, data: bool, forward: Forward | None = None) -> Tensor:
+        here = self._pass(forward or self._tap(self._inputs))
+        if data and not self._noted:
+            self.notes.add("loss", here.loss)
+            self._noted = True
+        return self._sum([here.loss] * data + [term(here) for term in (self.rule.terms if terms is None else terms)])
+
+    @staticmethod
+    def _sum(parts: list[Tensor]) -> Tensor:
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
     def under(self, reference: Tensor) -> Forward:
@@ -176,7 +233,7 @@ def train(
     reference: Network | None,
     start: Tensor,
     rule: LocalRule,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[Batch],
     loss: Loss,
 ) -> Outcome:
     """K steps of the rule from `start`, in the network's own memory."""
@@ -184,19 +241,20 @@ def train(
     network.module.train()
     velocity = torch.zeros_like(start) if rule.momentum else None
     carry = dict(rule.carry)
-    needs = [(term.features, term.activations) for term in rule.terms]
-    with network.listening(any(f for f, _ in needs), any(a for _, a in needs)) as tap:
+    listeners: list[Term | Ascent] = [*rule.terms, *([rule.ascent] if rule.ascent else [])]
+    with network.listening(any(x.features for x in listeners), any(x.activations for x in listeners)) as tap:
         slope = Slope(network, reference, rule, loss, tap)
-        for inputs, labels in batches:
-            slope.at(inputs, labels)
+        stream = iter(batches)
+        for k, batch in enumerate(stream):
+            slope.at(batch, next(stream, None) if rule.pairs else None)
             gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)
-            step(network.weights, gradient, velocity, rule)
+            step(network.weights, gradient, velocity, rule, k)
     notes = slope.notes.means()
     return Outcome(network.weights - start, notes.pop("loss", float("nan")), rule, carry, notes)
 
 
 @torch.no_grad()
-def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: LocalRule) -> None:
+def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: LocalRule, k: int = 0) -> None:
     """w ← w − η v with v ← β v + clip(a g + pull) + decay w, in place; the gradient buffer is used up.
 
     The clip's place is one of three: around the gradient of the loss only (the clean one), around gradient and pull but
@@ -216,7 +274,9 @@ def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: Local
         _clip(g, rule.clip)
     if velocity is not None:
         g = velocity.mul_(rule.momentum).add_(g)
-    weights.add_(g, alpha=-rule.lr)
+    if rule.frozen is not None:
+        g[rule.frozen] = 0.0
+    weights.add_(g, alpha=-rule.lr_at(k))
 
 
 def _clip(g: Tensor, limit: float | None) -> None:

@@ -57,9 +57,9 @@ def score(module: nn.Module, inputs: Tensor, labels: Tensor, loss: Loss, classes
     return Score(total, tuple(correct), tuple(present), len(labels))
 
 
-def consistency(uploads: Sequence[Upload], move: Tensor) -> float:
-    """(1/n) Σ ‖wᵢ − w‖² against the new global model: with wᵢ = wᵗ + Δᵢ and w = wᵗ + move the wᵗ cancel."""
-    return sum(float((upload.delta - move).square().sum()) for upload in uploads) / len(uploads)
+def consistency(uploads: Sequence[Upload], moved: Tensor) -> float:
+    """(1/n) Σ ‖wᵢ − w‖² against the new global model: wᵢ = sent + Δᵢ and w = sent + moved, so what was sent cancels."""
+    return sum(float((upload.delta - moved).square().sum()) for upload in uploads) / len(uploads)
 
 
 def bytes_of(*vectors: Tensor | None) -> int:

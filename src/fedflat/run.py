@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from fedflat.federation.augment import Augment
 from fedflat.federation.federation import Federation, federate
 from fedflat.federation.partition import SPLITS
 from fedflat.local import Loss
-from fedflat.methods import Method, Written, parse, spell
+from fedflat.method import Method
+from fedflat.methods import Written, parse, spell
 from fedflat.parts import Part, ServerState
 from fedflat.randomness import generator
 from fedflat.recipe import SECTIONS, Recipe, validated
@@ -201,7 +202,7 @@ def execute(
                 folder.append(record)
             for callback in callbacks:
                 callback(record)
-    problem.network.weights.copy_(state.weights)
+    problem.network.weights.copy_(problem.method.shown(state))
     problem.network.buffers.copy_(state.buffers)
     problem.network.module.eval()
     if folder:
@@ -220,7 +221,8 @@ def rounds(
         record = _record(state, report)
         every, last = recipe.evaluation.every, state.round == recipe.server.rounds
         if last or (every and state.round % every == 0):
-            score = engine.score(state, recipe.evaluation.on, recipe.evaluation.batch)
+            shown = replace(state, weights=problem.method.shown(state))
+            score = engine.score(shown, recipe.evaluation.on, recipe.evaluation.batch)
             record |= {"accuracy": _number(score.accuracy), "loss": _number(score.loss)}
         record["seconds"] = round(time.perf_counter() - begun, 4)
         yield state, record

@@ -32,8 +32,8 @@ class RoundReport:
 def first_state(problem: Problem) -> ServerState:
     """The state before round 0: the network's initial weights, and zeros for what the parts keep."""
     network = problem.network
-    vectors = {name: network.weights.new_zeros(network.size) for name in problem.method.state}
     weights, buffers = network.weights.clone(), network.buffers.clone()
+    vectors = problem.method.first_state(weights)
     return ServerState(weights, buffers, torch.zeros_like(weights), vectors, 0, problem.federation.clients)
 
 
@@ -74,7 +74,7 @@ def conduct(
     report = RoundReport(
         cohort=[upload.client for upload in uploads],
         local_loss=sum(w * u.loss for w, u in zip(uploads.weights, uploads, strict=True)),
-        consistency=consistency(uploads, merged.move),
+        consistency=consistency(uploads, merged.weights - sent["weights"]),
         bytes_down=len(uploads) * bytes_of(*sent.values()),
         bytes_up=sum(bytes_of(u.delta, *u.vectors.values()) for u in uploads),
         notes=_mean_notes(uploads),
@@ -85,10 +85,9 @@ def conduct(
 
 def merge(problem: Problem, server: Server, state: ServerState, uploads: Uploads) -> ServerState:
     """w ← w + η_g · move, where the move is the average Δ as the method's parts have changed it."""
-    state = problem.method.merge(replace(state, move=uploads.average("delta")), uploads)
-    move = state.move * server.lr if server.lr != 1.0 else state.move
+    state = problem.method.merge(replace(state, move=uploads.average("delta"), lr=server.lr), uploads)
     averaged = uploads.average("buffers") if "buffers" in uploads[0].vectors else state.buffers
-    return replace(state, weights=state.weights + move, buffers=averaged, move=move)
+    return replace(state, weights=state.arrival, buffers=averaged)
 
 
 def _sound(upload: Upload, round: int) -> Upload:

@@ -41,6 +41,9 @@ class Tables:
             key: Table(directory / f"{name}.{key}", rows, size, dtype) for key, size in sizes.items() if size
         }
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tables
+
     def __getitem__(self, row: int) -> Vectors:
         return {name: table[row] for name, table in self._tables.items()}
 

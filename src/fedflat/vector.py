@@ -6,7 +6,7 @@ All of the mathematics of the methods happens on these vectors of size d; the mo
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +50,10 @@ class Layout:
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """The named tensors inside a vector; they share its memory."""
         return {name: vector[part].view(self.shapes[name]) for name, part in self.slices.items()}
+
+    def mask(self, chosen: Callable[[str], bool]) -> Tensor:
+        """A boolean vector that is true in the tensors whose names are chosen."""
+        return torch.cat([torch.full((shape.numel(),), chosen(name)) for name, shape in self.shapes.items()])
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The vector that holds the named tensors, copied."""
@@ -114,6 +118,11 @@ class Network:
         self.gradient.zero_()
         objective.backward()
         return self.gradient
+
+    def differentiate_head(self, objective: Tensor) -> Tensor:
+        """The gradient with respect to the head alone; the graph stays, so that the pass can be used again."""
+        grads = torch.autograd.grad(objective, list(self.head_module.parameters()), retain_graph=True)
+        return torch.cat([g.reshape(-1) for g in grads])
 
     def _span(self, module_name: str) -> slice:
         slices = [s for n, s in self.layout.slices.items() if n.startswith(f"{module_name}." if module_name else "")]

@@ -77,7 +77,7 @@ def _read(path: Path) -> Arrays:
 def _problem(recipe: Arrays, arrays: Arrays) -> tuple[str, Problem, Server]:
     written = [{"name": recipe["method"], **recipe["options"]}]
     written += [
-        {"name": part["part"], **{k: v for k, v in part.items() if k != "part"}} for part in recipe.get("with", [])
+        {"name": part["part"], **{k: v for k, v in part.items() if k != "part"}} for part in recipe.get("with") or []
     ]
     local = dict(recipe["local"])
     local |= {"clip": local.get("clip") or 0.0, "clip_mode": "official"}

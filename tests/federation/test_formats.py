@@ -310,7 +310,7 @@ def test_cinic10_with_a_fault_is_named(cinic, tmp_path):
 
 def test_images_without_pillow_say_what_to_install(cinic, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DataError, match=r"need Pillow: pip install 'fedflat\[data\]'"):
+    with pytest.raises(DataError, match=r"need Pillow: pip install 'fedflat\[images\]'"):
         formats.read_cinic10(cinic)
 
 

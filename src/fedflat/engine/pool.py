@@ -133,12 +133,16 @@ class Shared:
         """The worker's side: the vectors into the slot, the numbers into the message."""
         self.slots.write(slot, {"delta": upload.delta, **upload.vectors})
         self.kept.write(slot, upload.memory)
-        return {name: getattr(upload, name) for name in ("client", "samples", "steps", "lr", "loss", "notes")}
+        small = {name: vector.tolist() for name, vector in upload.vectors.items() if name not in self.slots}
+        numbers = {name: getattr(upload, name) for name in ("client", "samples", "steps", "lr", "loss", "notes")}
+        return {**numbers, "vectors": small}
 
     def completed(self, numbers: Numbers, slot: int) -> Upload:
         """The server's side: the numbers of the message with the vectors of the slot."""
         vectors = self.slots[slot]
-        return Upload(**numbers, delta=vectors.pop("delta"), vectors=vectors, memory=self.kept[slot])
+        delta = vectors.pop("delta")
+        vectors |= {name: delta.new_tensor(values) for name, values in numbers.pop("vectors").items()}
+        return Upload(**numbers, delta=delta, vectors=vectors, memory=self.kept[slot])
 
 
 def _serve(problem: Problem, shared: Shared, pipe: Connection, inherited: Sequence[Connection]) -> None:

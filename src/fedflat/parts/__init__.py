@@ -1,18 +1,50 @@
 """The ideas of the papers, one class each; a method is a chain of them."""
 
-from fedflat.parts.ascent import Ascent
-from fedflat.parts.part import Part, ServerState, Upload, Uploads, option
-from fedflat.parts.pulls import DynamicDual, Proximal
-from fedflat.parts.terms import ActivationNorm
+from fedflat.parts.ascent import AdaptiveAscent, Ascent, ConsensusAscent, InterpolatedAscent, LookbackAscent
+from fedflat.parts.local_work import FallingRate, FrozenHead, MetaStep
+from fedflat.parts.part import Part, Range, ServerState, Upload, Uploads, option
+from fedflat.parts.proximal import AblatedAscent, ProximalAscent
+from fedflat.parts.pulls import ClientMomentum, ControlVariates, DynamicDual, Proximal
+from fedflat.parts.server import (
+    AdaptiveServer,
+    NormalisedAveraging,
+    ServerAscent,
+    ServerMomentum,
+    ServerStep,
+    WeightAveraging,
+)
+from fedflat.parts.terms import ActivationNorm, Distillation, ModelContrast, NotTrueDistillation, TopEigenvalue
 
 __all__ = [
+    "AblatedAscent",
     "ActivationNorm",
+    "AdaptiveAscent",
+    "AdaptiveServer",
     "Ascent",
+    "ClientMomentum",
+    "ConsensusAscent",
+    "ControlVariates",
+    "Distillation",
     "DynamicDual",
+    "FallingRate",
+    "FrozenHead",
+    "InterpolatedAscent",
+    "LookbackAscent",
+    "MetaStep",
+    "ModelContrast",
+    "NormalisedAveraging",
+    "NotTrueDistillation",
     "Part",
     "Proximal",
+    "ProximalAscent",
+    "Range",
+    "ServerAscent",
+    "ServerMomentum",
     "ServerState",
+    "ServerStep",
+    "TopEigenvalue",
     "Upload",
     "Uploads",
+    "WeightAveraging",
     "option",
 ]

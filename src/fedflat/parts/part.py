@@ -14,7 +14,8 @@ from torch import Tensor
 from fedflat.errors import RecipeError
 from fedflat.local import LocalRule, Outcome, Vectors
 
-Place = Literal["", "average", "ascent", "server"]
+Crowd = Literal["all", "active"]
+Place = Literal["", "average", "ascent", "server", "shown"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,12 @@ class ServerState:
     vectors: Vectors
     round: int
     clients: int
+    lr: float = 1.0
+
+    @property
+    def arrival(self) -> Tensor:
+        """w + η_g · move: where the weights will be if no further part changes the move."""
+        return torch.add(self.weights, self.move, alpha=self.lr)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.vectors[name]
@@ -86,30 +93,111 @@ class Uploads(Sequence[Upload]):
         return self.sum(name, self.weights)
 
 
-def option(default: Any, doc: str, low: float = -math.inf, high: float = math.inf, open_low: bool = False) -> Any:
-    """A hyper-parameter of a part: a dataclass field with its meaning and range."""
-    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "open_low": open_low})
+def option(
+    default: Any,
+    doc: str,
+    low: float = -math.inf,
+    high: float = math.inf,
+    open_low: bool = False,
+    choices: tuple[Any, ...] = (),
+) -> Any:
+    """A hyper-parameter of a part: a dataclass field with its meaning and its range or choices."""
+    kind = bool if isinstance(default, bool) else int if isinstance(default, int) else float
+    return field(default=default, metadata={"doc": doc, "range": Range(kind, low, high, open_low, choices)})
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that an option may take.
+
+    >>> print(Range(float, 0, math.inf, open_low=True)), print(Range(int, 1)), print(Range(float, choices=("a", "b")))
+    a number > 0
+    a whole number ≥ 1
+    'a' or 'b'
+    (None, None, None)
+    """
+
+    kind: type
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False
+    choices: tuple[Any, ...] = ()
+
+    def __contains__(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices and isinstance(value, type(self.choices[0]))
+        if self.kind is bool or isinstance(value, bool):
+            return self.kind is bool and isinstance(value, bool)
+        right_kind = isinstance(value, int) or (
+            self.kind is float and isinstance(value, float) and math.isfinite(value)
+        )
+        return right_kind and self.low <= value <= self.high and not (self.open_low and value == self.low)
+
+    def __str__(self) -> str:
+        if self.choices:
+            return " or ".join(map(repr, self.choices))
+        if self.kind is bool:
+            return "true or false"
+        number = "a whole number" if self.kind is int else "a number"
+        if math.isinf(self.high):
+            return number if math.isinf(self.low) else f"{number} {'>' if self.open_low else '≥'} {self.low:g}"
+        return f"{number} {'above' if self.open_low else 'from'} {self.low:g} to {self.high:g}"
 
 
 @dataclass(frozen=True)
 class Part:
     """One idea. It holds only its hyper-parameters; state is passed in and out, and randomness is an argument.
 
-    `memory` names the vectors that each client keeps between rounds, `state` those of the server, all zero at first;
-    `uploads` names the vectors that go up beside Δ. `place` is what only one part of a method can occupy.
+    A subclass says what it keeps by plain class attributes, as in `memory = ("drift",)`.
     """
 
-    memory: ClassVar[tuple[str, ...]] = ()
-    state: ClassVar[tuple[str, ...]] = ()
-    uploads: ClassVar[tuple[str, ...]] = ()
-    place: ClassVar[Place] = ""
-    reference: ClassVar[bool] = False
-    passes: ClassVar[str] = ""
+    @property
+    def memory(self) -> tuple[str, ...]:
+        """Names of the vectors that each client keeps between rounds."""
+        return ()
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Names of the vectors that the server keeps between rounds."""
+        return ()
+
+    @property
+    def uploads(self) -> tuple[str, ...]:
+        """Names of the vectors of size d that go up beside Δ; smaller ones need no announcement."""
+        return ()
+
+    @property
+    def place(self) -> Place:
+        """What only one part of a method can be: the ascent, the average, the server's step, the model shown."""
+        return ""
+
+    @property
+    def reference(self) -> bool:
+        """Whether a frozen copy of the global model is run on every batch."""
+        return False
+
+    @property
+    def gradients(self) -> int:
+        """Forward and backward passes in every step."""
+        return 1
+
+    # What an ascent wants to see of each pass, beside the logits.
+    features: ClassVar[bool] = False
+    activations: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            if f.metadata:
-                check_range(f"{type(self).__name__}.{f.name}", getattr(self, f.name), f)
+            value = getattr(self, f.name)
+            if "range" in f.metadata and value not in f.metadata["range"]:
+                raise RecipeError(f"{type(self).__name__}.{f.name} = {value!r}: must be {f.metadata['range']}")
+
+    def first_state(self, weights: Tensor) -> Vectors:
+        """What the server keeps before round 0: zeros."""
+        return {name: torch.zeros_like(weights) for name in self.state}
+
+    def first_memory(self, initial: Tensor) -> Vectors:
+        """What a client keeps before its first round, given the initial weights of the federation: zeros."""
+        return {name: torch.zeros_like(initial) for name in self.memory}
 
     def send(self, server: ServerState) -> Vectors:
         """Server side, before the round: vectors that go down beside the weights."""
@@ -127,27 +215,6 @@ class Part:
         """Server side, after the round: the new state, and perhaps another move."""
         return server
 
-
-def check_range(name: str, value: Any, f: dataclasses.Field[Any]) -> None:
-    """Refuse a hyper-parameter that is not of its default's kind or not in its range, in one sentence."""
-    if isinstance(f.default, bool) or not isinstance(f.default, (int, float)):
-        if not isinstance(value, type(f.default)):
-            raise RecipeError(f"{name} = {value!r}: must be of the kind of {f.default!r}")
-        return
-    low, high, open_low = f.metadata["low"], f.metadata["high"], f.metadata["open_low"]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < low or value > high or (open_low and value == low):
-        raise RecipeError(f"{name} = {value!r}: must be {range_text(low, high, open_low)}")
-
-
-def range_text(low: float, high: float, open_low: bool = False) -> str:
-    """A range in words.
-
-    >>> range_text(0, math.inf, open_low=True), range_text(0, 1)
-    ('a number > 0', 'a number between 0 and 1')
-    """
-    if math.isinf(low) and math.isinf(high):
-        return "a finite number"
-    if math.isinf(high):
-        return f"a number {'>' if open_low else '≥'} {low:g}"
-    return f"a number {'above' if open_low else 'between'} {low:g} {'up to' if open_low else 'and'} {high:g}"
+    def shown(self, server: ServerState) -> Tensor | None:
+        """Server side: the weights to evaluate in place of the server's, if this part has others."""
+        return None

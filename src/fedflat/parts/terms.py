@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fedflat.local import LocalRule, Pass, Vectors
+from fedflat.errors import RecipeError
+from fedflat.local import LocalRule, Outcome, Pass, Term, Vectors
 from fedflat.parts.part import Part, option
+
+Layers = Literal["all", "official_convnet"]
+
+
+def with_term(rule: LocalRule, term: Term) -> LocalRule:
+    """The rule with one more term."""
+    return replace(rule, terms=(*rule.terms, term))
 
 
 @dataclass(frozen=True)
@@ -16,15 +27,17 @@ class ActivationNorm(Part):
 
     The mean runs over batch and units, the sum over layers; the logits are no activation. a_l is what leaves an
     activation module, before any pooling. The Hessian block of the next layer is E[a aᵀ ⊗ ∇²_z ℓ], so a smaller ‖a‖
-    bounds its top eigenvalue.
+    bounds its top eigenvalue. The term is part of the loss wherever the loss's gradient is taken, in ascents too.
 
-    Deviations: the authors' code for ConvNet-GN loses the third layer's term by an overwritten variable; ours has all.
+    Deviations: none for LeNet. For ConvNet-GN the authors' code loses the third layer's term and adds the variance over
+    the batch of the last hidden layer; `layers = "official_convnet"` repeats that, `all` is the paper's formula.
     """
 
     zeta: float = option(0.15, "weight ζ of the activations' squared norm", low=0)
+    layers: Layers = option("all", "which activations", choices=("all", "official_convnet"))
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        return replace(rule, terms=(*rule.terms, ActivationTerm(self.zeta)))
+        return with_term(rule, ActivationTerm(self.zeta, self.layers))
 
 
 @dataclass(frozen=True)
@@ -32,13 +45,182 @@ class ActivationTerm:
     """ζ/2 Σ_l mean(a_l²) of one pass."""
 
     zeta: float
+    layers: Layers = "all"
     features: bool = False
     activations: bool = True
 
     def __call__(self, here: Pass) -> Tensor:
-        total = here.logits.new_zeros(())
-        for name, activation in here.forward.activations.items():
-            norm = activation.square().mean()
+        norms = {name: a.square().mean() for name, a in here.forward.activations.items()}
+        for name, norm in norms.items():
             here.note(f"activation/{name}", norm)
-            total = total + norm
-        return 0.5 * self.zeta * total
+        if self.layers == "official_convnet":
+            return 0.5 * self.zeta * self._official(here, norms)
+        return 0.5 * self.zeta * torch.stack(list(norms.values())).sum()
+
+    def _official(self, here: Pass, norms: dict[str, Tensor]) -> Tensor:
+        if len(norms) != 5:
+            raise RecipeError(
+                f"man: layers = 'official_convnet' is for convnet-gn; this model has {len(norms)} activations"
+            )
+        conv1, conv2, _, fc1, fc2 = norms.values()
+        last = list(here.forward.activations.values())[-1]
+        return conv1 + conv2 + fc1 + fc2 + last.var(dim=0).mean()
+
+
+@dataclass(frozen=True)
+class Distillation(Part):
+    """Keep the global model's answers:  β KL( softmax(z_g/τ) ‖ softmax(z/τ) ), the mean over the batch.
+
+    z_g are the logits of the frozen global model on the same batch. As FedSoL's proximal loss, β and τ² cancel.
+    """
+
+    reference = True
+
+    tau: float = option(3.0, "temperature τ", low=0, open_low=True)
+    beta: float = option(1.0, "weight β", low=0)
+
+    def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
+        return with_term(rule, DistillationTerm(sent["weights"], self.tau, self.beta))
+
+
+def divergence(theirs: Tensor, ours: Tensor, tau: float) -> Tensor:
+    """KL( softmax(theirs/τ) ‖ softmax(ours/τ) ), the mean over the batch."""
+    return F.kl_div(
+        F.log_softmax(ours / tau, 1), F.log_softmax(theirs / tau, 1), reduction="batchmean", log_target=True
+    )
+
+
+@dataclass(frozen=True)
+class DistillationTerm:
+    """β KL against the frozen model with the weights `anchor`."""
+
+    anchor: Tensor
+    tau: float
+    beta: float
+    features: bool = False
+    activations: bool = False
+
+    def __call__(self, here: Pass) -> Tensor:
+        return self.beta * divergence(here.under(self.anchor).logits, here.logits, self.tau)
+
+
+@dataclass(frozen=True)
+class NotTrueDistillation(Part):
+    """Keep the global model's answers on the classes that are not the true one (FedNTD):
+
+        β τ² KL( softmax(z̃_g/τ) ‖ softmax(z̃/τ) ),      z̃ = logits without the true class.
+
+    Deviations: none.
+    """
+
+    reference = True
+
+    beta: float = option(1.0, "weight β", low=0)
+    tau: float = option(1.0, "temperature τ", low=0, open_low=True)
+
+    def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
+        return with_term(rule, NotTrueTerm(sent["weights"], self.tau, self.beta))
+
+
+@dataclass(frozen=True)
+class NotTrueTerm(DistillationTerm):
+    """β τ² KL over the not-true classes."""
+
+    def __call__(self, here: Pass) -> Tensor:
+        theirs = _without(here.under(self.anchor).logits, here.labels)
+        return self.beta * self.tau**2 * divergence(theirs, _without(here.logits, here.labels), self.tau)
+
+
+def _without(logits: Tensor, labels: Tensor) -> Tensor:
+    """The logits without the true class's: (B, C) → (B, C − 1)."""
+    others = torch.ones_like(logits, dtype=torch.bool).scatter_(1, labels[:, None], False)
+    return logits[others].view(len(logits), -1)
+
+
+@dataclass(frozen=True)
+class ModelContrast(Part):
+    """Move the features towards the global model's and away from the client's last model's (MOON):
+
+        −μ log [ e^{cos(z, z_g)/τ} / (e^{cos(z, z_g)/τ} + e^{cos(z, z_prev)/τ}) ],      z = what enters the head.
+
+    Before its first round a client's last model is the initial global one.
+
+    Deviations: no projection head, as in the FedSoL authors' code.
+    """
+
+    memory = ("previous",)
+    reference = True
+
+    mu: float = option(0.1, "weight μ", low=0)
+    tau: float = option(0.5, "temperature τ", low=0, open_low=True)
+
+    def first_memory(self, initial: Tensor) -> Vectors:
+        return {"previous": initial}
+
+    def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
+        return with_term(rule, ContrastTerm(sent["weights"], memory["previous"], self.mu, self.tau))
+
+    def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
+        return {"previous": sent["weights"] + outcome.delta}, {}
+
+
+@dataclass(frozen=True)
+class ContrastTerm:
+    """μ × the contrastive loss against two frozen models."""
+
+    anchor: Tensor
+    previous: Tensor
+    mu: float
+    tau: float
+    features: bool = True
+    activations: bool = False
+
+    def __call__(self, here: Pass) -> Tensor:
+        z, z_g, z_prev = (f.features for f in (here.forward, here.under(self.anchor), here.under(self.previous)))
+        assert z is not None and z_g is not None and z_prev is not None
+        similar = torch.stack([F.cosine_similarity(z, z_g), F.cosine_similarity(z, z_prev)], dim=1) / self.tau
+        return self.mu * F.cross_entropy(similar, similar.new_zeros(len(z), dtype=torch.long))
+
+
+@dataclass(frozen=True)
+class TopEigenvalue(Part):
+    """The flatness constraint that MAN stands in for, taken literally:  c · vᵀ∇²ℓ(w)v with v the top eigenvector.
+
+    v is found by power iteration, `steps` products in a local step, and kept from step to step, so that few suffice.
+    The gradient of the term is a third derivative: this costs several gradients a step, where MAN costs none.
+
+    Deviations: the paper states the constrained problem and never solves it this way; this is for comparison.
+    """
+
+    weight: float = option(0.01, "weight c of the eigenvalue", low=0)
+    steps: int = option(1, "power iterations in every step", low=1)
+
+    def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
+        chance = torch.Generator().manual_seed(0)
+        start = torch.randn(sent["weights"].shape, generator=chance, dtype=sent["weights"].dtype)
+        return with_term(rule, EigenvalueTerm(self.weight, self.steps, start / start.norm()))
+
+
+@dataclass
+class EigenvalueTerm:
+    """c vᵀ∇²ℓ v; it holds v, which belongs to one client's round."""
+
+    weight: float
+    steps: int
+    vector: Tensor
+    features: bool = field(default=False, init=False)
+    activations: bool = field(default=False, init=False)
+
+    def __call__(self, here: Pass) -> Tensor:
+        parameters = list(here.slope.network.module.parameters())
+        gradient = _flat(torch.autograd.grad(here.loss, parameters, create_graph=True))
+        for _ in range(self.steps):
+            product = _flat(torch.autograd.grad(gradient @ self.vector, parameters, retain_graph=True))
+            self.vector = product / (product.norm() + 1e-12)
+        curvature = _flat(torch.autograd.grad(gradient @ self.vector, parameters, create_graph=True)) @ self.vector
+        here.note("top eigenvalue", curvature)
+        return self.weight * curvature
+
+
+def _flat(tensors: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])

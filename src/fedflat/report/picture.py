@@ -59,7 +59,9 @@ def draw_curves(curves: Mapping[str, Sequence[Curve]], path: Path, ylabel: str, 
         rounds = [round for round, _ in runs[0]]
         values = np.array([[value for _, value in run] for run in runs])
         (line,) = axes.plot(rounds, values.mean(axis=0), label=name)
-        axes.fill_between(rounds, values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.15, linewidth=0)
+        axes.fill_between(
+            rounds, values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.15, linewidth=0
+        )
     axes.set(xlabel="round", ylabel=ylabel, title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

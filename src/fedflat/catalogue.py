@@ -1,0 +1,259 @@
+"""The catalogue: each method's name, its chain of parts and its paper.
+
+It reads like the related-work section of a paper. Where two houses differ, the default is the paper's and the other an
+option; the pages in docs/methods say which.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fedflat.errors import RecipeError, nearest
+from fedflat.method import Method
+from fedflat.parts import (
+    AblatedAscent,
+    ActivationNorm,
+    AdaptiveAscent,
+    AdaptiveServer,
+    Ascent,
+    ClientMomentum,
+    ConsensusAscent,
+    ControlVariates,
+    Distillation,
+    DynamicDual,
+    FallingRate,
+    FrozenHead,
+    InterpolatedAscent,
+    LookbackAscent,
+    MetaStep,
+    ModelContrast,
+    NormalisedAveraging,
+    NotTrueDistillation,
+    Part,
+    Proximal,
+    ProximalAscent,
+    ServerAscent,
+    ServerMomentum,
+    ServerStep,
+    TopEigenvalue,
+    WeightAveraging,
+)
+from fedflat.parts.part import Crowd
+from fedflat.parts.proximal import Form, Radius, Scope
+from fedflat.parts.terms import Layers
+
+Source = Literal["kl", "fedprox", "feddyn", "scaffold", "moon", "fednova"]
+
+
+def fedavg() -> Method:
+    return Method()
+
+
+def fedprox(mu: float = 0.1) -> Method:
+    return Method(Proximal(mu))
+
+
+def fednova() -> Method:
+    return Method(NormalisedAveraging())
+
+
+def scaffold(momentum_aware: bool = False) -> Method:
+    return Method(ControlVariates(momentum_aware))
+
+
+def feddyn(penalty: float = 0.1, dual: Crowd = "all", balanced: bool = False) -> Method:
+    return Method(DynamicDual(penalty, dual, balanced))
+
+
+def feddc(penalty: float = 0.01) -> Method:
+    return Method(DynamicDual(penalty, balanced=True), ControlVariates(balanced=True))
+
+
+def fedcm(mix: float = 0.1) -> Method:
+    return Method(ClientMomentum(mix))
+
+
+def fedadam(
+    server_lr: float = 0.1, beta1: float = 0.9, beta2: float = 0.99, tau: float = 0.01, v0: float = 1e-4
+) -> Method:
+    return Method(AdaptiveServer("adam", server_lr, beta1, beta2, tau, v0))
+
+
+def fedyogi(
+    server_lr: float = 0.1, beta1: float = 0.9, beta2: float = 0.99, tau: float = 0.01, v0: float = 1e-4
+) -> Method:
+    return Method(AdaptiveServer("yogi", server_lr, beta1, beta2, tau, v0))
+
+
+def fedadagrad(server_lr: float = 0.1, beta1: float = 0.0, tau: float = 0.01, v0: float = 1e-4) -> Method:
+    return Method(AdaptiveServer("adagrad", server_lr, beta1, 0.0, tau, v0))
+
+
+def fedavgm(beta: float = 0.9) -> Method:
+    return Method(ServerMomentum(beta))
+
+
+def fedntd(beta: float = 1.0, tau: float = 1.0) -> Method:
+    return Method(NotTrueDistillation(beta, tau))
+
+
+def moon(mu: float = 0.1, tau: float = 0.5) -> Method:
+    return Method(ModelContrast(mu, tau))
+
+
+def fedsam(rho: float = 0.1) -> Method:
+    return Method(Ascent(rho))
+
+
+def fedasam(rho: float = 0.7, eta: float = 0.2, biases: bool = False) -> Method:
+    return Method(AdaptiveAscent(rho, eta, biases))
+
+
+def mofedsam(rho: float = 0.1, mix: float = 0.1) -> Method:
+    return Method(ClientMomentum(mix), Ascent(rho))
+
+
+def fedgamma(rho: float = 0.01) -> Method:
+    return Method(ControlVariates(), Ascent(rho))
+
+
+def fedspeed(rho: float = 0.1, penalty: float = 0.1, dual: Crowd = "all") -> Method:
+    return Method(DynamicDual(penalty, dual), Ascent(rho))
+
+
+def fedsmoo(rho: float = 0.1, penalty: float = 0.1, sign: int = -1, crowd: Crowd = "active") -> Method:
+    return Method(DynamicDual(penalty), ConsensusAscent(rho, sign, crowd))
+
+
+def fedsol(
+    rho: float = 2.0,
+    radius: Radius = "fixed",
+    scope: Scope = "all",
+    source: Source = "kl",
+    tau: float = 3.0,
+    zero: float = 1e-6,
+) -> Method:
+    wrapped = ProximalAscent(_source(source, tau), rho, radius, scope, zero)
+    return Method(NormalisedAveraging(), wrapped) if source == "fednova" else Method(wrapped)
+
+
+def fedsol_ablation(form: Literal["A0"] | Form = "A1", rho: float = 2.0, beta: float = 1.0, tau: float = 3.0) -> Method:
+    if form == "A0":
+        return Method()
+    return Method(AblatedAscent(Distillation(tau), rho, form=form, beta=beta))
+
+
+def _source(name: str, tau: float) -> Part:
+    """The part whose gradient perturbs; FedNova has no gradient of its own, so there KL does beside it."""
+    sources: dict[str, Callable[[], Part]] = {
+        "kl": lambda: Distillation(tau),
+        "fednova": lambda: Distillation(tau),
+        "fedprox": Proximal,
+        "feddyn": DynamicDual,
+        "scaffold": ControlVariates,
+        "moon": ModelContrast,
+    }
+    if name not in sources:
+        raise RecipeError(f"fedsol: there is no source {name!r}; {nearest(str(name), sources)}")
+    return sources[name]()
+
+
+def fedlesam(rho: float = 0.1) -> Method:
+    return Method(LookbackAscent(rho))
+
+
+def fedlesam_d(rho: float = 0.1, penalty: float = 0.1) -> Method:
+    return Method(DynamicDual(penalty), LookbackAscent(rho))
+
+
+def fedlesam_s(rho: float = 0.1) -> Method:
+    return Method(ControlVariates(), LookbackAscent(rho))
+
+
+def fedgf(rho: float = 0.05, rho_server: float = 0.05, threshold: float = 1.0, window: int = 30) -> Method:
+    return Method(InterpolatedAscent(rho, rho_server, threshold, window))
+
+
+def fedgloss(rho: float = 0.15, rho_server: float = 0.15, penalty: float = 0.1, ramp: int = 0) -> Method:
+    return Method(DynamicDual(penalty), Ascent(rho), ServerAscent(rho_server, ramp=ramp))
+
+
+def fedswa(alpha: float = 1.5, floor: float = 0.1) -> Method:
+    return Method(FallingRate(floor), ServerStep(alpha))
+
+
+def fednsam(rho: float = 0.05, beta: float = 0.85) -> Method:
+    return Method(Ascent(rho), ServerMomentum(beta, lookahead=True))
+
+
+def fedbabu() -> Method:
+    return Method(FrozenHead())
+
+
+def perfedavg(alpha: float = 0.01) -> Method:
+    return Method(MetaStep(alpha))
+
+
+def man(zeta: float = 0.15, layers: Layers = "all") -> Method:
+    return Method(ActivationNorm(zeta, layers))
+
+
+def top_eigenvalue(weight: float = 0.01, steps: int = 1) -> Method:
+    return Method(TopEigenvalue(weight, steps))
+
+
+def swa(start: int = 10, every: int = 1) -> Method:
+    return Method(WeightAveraging(start, every))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the catalogue."""
+
+    build: Callable[..., Method]
+    paper: str
+    idea: str
+
+    def options(self) -> dict[str, Any]:
+        """The options with their defaults."""
+        return {name: p.default for name, p in inspect.signature(self.build).parameters.items()}
+
+
+CATALOGUE: dict[str, Entry] = {
+    "fedavg": Entry(fedavg, "McMahan et al. 2017", "average the clients' models"),
+    "fedprox": Entry(fedprox, "Li et al. 2020", "stay near the global model"),
+    "fednova": Entry(fednova, "Wang et al. 2020", "average normalised updates"),
+    "scaffold": Entry(scaffold, "Karimireddy et al. 2020", "correct the drift by control variates"),
+    "feddyn": Entry(feddyn, "Acar et al. 2021", "dynamic regularisation by a dual of each client"),
+    "feddc": Entry(feddc, "Gao et al. 2022", "FedDyn's drift and SCAFFOLD's correction, by size"),
+    "fedcm": Entry(fedcm, "Xu et al. 2021", "mix the last global move into local steps"),
+    "fedadam": Entry(fedadam, "Reddi et al. 2021", "Adam on the server"),
+    "fedyogi": Entry(fedyogi, "Reddi et al. 2021", "Yogi on the server"),
+    "fedadagrad": Entry(fedadagrad, "Reddi et al. 2021", "Adagrad on the server"),
+    "fedavgm": Entry(fedavgm, "Hsu et al. 2019", "momentum on the server"),
+    "fedntd": Entry(fedntd, "Lee et al. 2022", "distil the not-true classes of the global model"),
+    "moon": Entry(moon, "Li et al. 2021", "contrast features with global and last local model"),
+    "fedsam": Entry(fedsam, "Qu et al. 2022", "sharpness-aware minimisation on the client"),
+    "fedasam": Entry(fedasam, "Caldarola et al. 2022", "adaptive (scale-invariant) SAM on the client"),
+    "mofedsam": Entry(mofedsam, "Qu et al. 2022", "FedCM with SAM"),
+    "fedgamma": Entry(fedgamma, "Dai et al. 2023", "SCAFFOLD with SAM"),
+    "fedspeed": Entry(fedspeed, "Sun et al. 2023", "FedDyn's dual with SAM"),
+    "fedsmoo": Entry(fedsmoo, "Sun et al. 2023", "consistent models and a consistent perturbation"),
+    "fedsol": Entry(fedsol, "Lee et al. 2024", "perturb along a proximal gradient, descend the local loss"),
+    "fedsol_ablation": Entry(fedsol_ablation, "Lee et al. 2024", "FedSoL's Table 6: form A0 to A6"),
+    "fedlesam": Entry(fedlesam, "Fan et al. 2024", "perturb against the last global move"),
+    "fedlesam_d": Entry(fedlesam_d, "Fan et al. 2024", "FedLESAM with FedDyn's dual"),
+    "fedlesam_s": Entry(fedlesam_s, "Fan et al. 2024", "FedLESAM with SCAFFOLD's correction"),
+    "fedgf": Entry(fedgf, "Lee and Yoon 2024", "between local and global perturbation"),
+    "fedgloss": Entry(fedgloss, "Caldarola et al. 2025", "SAM on server and clients, with FedDyn's dual"),
+    "fedswa": Entry(fedswa, "Liu et al. 2025", "falling rate in a round, a longer server step"),
+    "fednsam": Entry(fednsam, "Liu et al. 2025", "Nesterov momentum on the server with SAM"),
+    "fedbabu": Entry(fedbabu, "Oh et al. 2022", "train the body only; the head when personalised"),
+    "perfedavg": Entry(perfedavg, "Fallah et al. 2020", "learn a model that one step adapts"),
+    "man": Entry(man, "Yashwanth et al. 2025", "minimise the activations' norm; added to any method"),
+    "top_eigenvalue": Entry(top_eigenvalue, "Yashwanth et al. 2025", "penalise the Hessian's top eigenvalue itself"),
+    "swa": Entry(swa, "Caldarola et al. 2022", "show the average of the last global models"),
+}

@@ -1,0 +1,87 @@
+"""A method: a chain of parts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fedflat.errors import RecipeError
+from fedflat.local import LocalRule, Outcome, Vectors
+from fedflat.parts.part import Part, ServerState, Uploads
+
+ORDER = {"average": 0, "": 1, "ascent": 1, "server": 2, "shown": 3}
+
+
+class Method:
+    """A chain of parts. Methods and parts add up: `FEDDYN + ActivationNorm(0.15)`.
+
+    >>> from fedflat.parts import Ascent, DynamicDual
+    >>> method = Method(DynamicDual(0.1)) + Ascent(0.1)
+    >>> method.memory, method.state
+    (('drift',), ('mean_drift',))
+    >>> method + Ascent(0.2)
+    Traceback (most recent call last):
+      ...
+    fedflat.errors.RecipeError: method: Ascent and Ascent both want to be the ascent; a method can have only one
+    """
+
+    def __init__(self, *parts: Part) -> None:
+        self.parts = tuple(sorted(parts, key=lambda part: ORDER[part.place]))
+        self.memory = tuple(name for part in self.parts for name in part.memory)
+        self.state = tuple(name for part in self.parts for name in part.state)
+        self.uploads = tuple(name for part in self.parts for name in part.uploads)
+        self._refuse_conflicts()
+
+    def _refuse_conflicts(self) -> None:
+        holder: dict[str, Part] = {}
+        for part in self.parts:
+            claims = [f"be the {part.place}"] if part.place else []
+            claims += [f"keep {name!r}" for name in (*part.memory, *part.state)]
+            for claim in claims:
+                if claim in holder:
+                    pair = f"{type(holder[claim]).__name__} and {type(part).__name__}"
+                    raise RecipeError(f"method: {pair} both want to {claim}; a method can have only one")
+                holder[claim] = part
+
+    def __add__(self, other: Method | Part) -> Method:
+        return Method(*self.parts, *(other.parts if isinstance(other, Method) else (other,)))
+
+    def __repr__(self) -> str:
+        return f"Method({', '.join(map(repr, self.parts))})"
+
+    def first_state(self, weights: Tensor) -> Vectors:
+        """What the server keeps before round 0."""
+        return {name: v for part in self.parts for name, v in part.first_state(weights).items()}
+
+    def first_memory(self, initial: Tensor) -> Vectors:
+        """What a client keeps before its first round."""
+        return {name: v for part in self.parts for name, v in part.first_memory(initial).items()}
+
+    def shown(self, server: ServerState) -> Tensor:
+        """The weights to evaluate."""
+        others = [weights for part in self.parts if (weights := part.shown(server)) is not None]
+        return others[-1] if others else server.weights
+
+    def send(self, server: ServerState) -> Vectors:
+        """All that goes down in a round: the weights to start from and what the parts send beside them."""
+        sent = {"weights": server.weights}
+        for part in self.parts:
+            sent.update(part.send(server))
+        return sent
+
+    def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
+        for part in self.parts:
+            rule = part.plan(rule, sent, memory)
+        return rule
+
+    def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
+        kept, uploads = dict(memory), {}
+        for part in self.parts:
+            remembered, uploaded = part.settle(sent, memory, outcome)
+            kept.update(remembered)
+            uploads.update(uploaded)
+        return kept, uploads
+
+    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
+        for part in self.parts:
+            server = part.merge(server, uploads)
+        return server

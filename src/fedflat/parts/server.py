@@ -1,0 +1,183 @@
+"""Parts that change how the server averages, moves, and which model it shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedflat.local import LocalRule, Outcome, Vectors
+from fedflat.parts.ascent import along
+from fedflat.parts.part import Part, ServerState, Uploads, option
+
+
+@dataclass(frozen=True)
+class AdaptiveServer(Part):
+    """An adaptive optimiser on the server, with the average Δ̄ as its gradient (FedAdam, FedYogi, FedAdagrad):
+
+        m ← β₁ m + (1 − β₁) Δ̄
+        v ← β₂ v + (1 − β₂) Δ̄²  (adam)      v − (1 − β₂) Δ̄² sign(v − Δ̄²)  (yogi)      v + Δ̄²  (adagrad)
+        w ← w + η_g m/(√v + τ)
+
+    No bias correction, as in the paper.
+
+    Deviations: v begins at `v0`; the paper asks for at least τ², the FedSMOO authors' code begins at 0.
+    """
+
+    place = "server"
+    state = ("first_moment", "second_moment")
+
+    rule: Literal["adam", "yogi", "adagrad"] = option("adam", "which v", choices=("adam", "yogi", "adagrad"))
+    server_lr: float = option(0.1, "server learning rate η_g", low=0, open_low=True)
+    beta1: float = option(0.9, "decay β₁ of the mean", low=0, high=1)
+    beta2: float = option(0.99, "decay β₂ of the square", low=0, high=1)
+    tau: float = option(0.01, "adaptivity τ", low=0, open_low=True)
+    v0: float = option(1e-4, "initial v, τ² in the paper", low=0)
+
+    def first_state(self, weights: Tensor) -> Vectors:
+        return {"first_moment": torch.zeros_like(weights), "second_moment": torch.full_like(weights, self.v0)}
+
+    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
+        u, v = server.move, server["second_moment"]
+        m = self.beta1 * server["first_moment"] + (1 - self.beta1) * u
+        square = u.square()
+        if self.rule == "adam":
+            v = self.beta2 * v + (1 - self.beta2) * square
+        elif self.rule == "yogi":
+            v = v - (1 - self.beta2) * square * torch.sign(v - square)
+        else:
+            v = v + square
+        move = self.server_lr * m / (v.sqrt() + self.tau)
+        return server.update(move=move, first_moment=m, second_moment=v)
+
+
+@dataclass(frozen=True)
+class ServerMomentum(Part):
+    """Heavy-ball momentum on the server (FedAvgM):  m ← β m + Δ̄,  w ← w + m.
+
+    With `lookahead` the clients start from w + β m, and Δ is measured from there (the Nesterov form of FedACG and
+    FedNSAM). The server sends that point itself, so nothing more goes down.
+
+    Deviations: FedNSAM's released server adds β times the new average where its formula has the old momentum; ours is
+    the formula.
+    """
+
+    place = "server"
+    state = ("momentum",)
+
+    beta: float = option(0.9, "momentum β", low=0, high=1)
+    lookahead: bool = option(False, "let the clients start from w + β m")
+
+    def send(self, server: ServerState) -> Vectors:
+        return {"weights": server.weights + self.beta * server["momentum"]} if self.lookahead else {}
+
+    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
+        momentum = self.beta * server["momentum"] + server.move
+        return server.update(move=momentum, momentum=momentum)
+
+
+@dataclass(frozen=True)
+class ServerStep(Part):
+    """Go further than the average (FedSWA's server):  w ← w + α (mean wᵢ − w).
+
+    Deviations: none; the released code has α = 1.
+    """
+
+    place = "server"
+
+    alpha: float = option(1.5, "how far, in units of the average move", low=0, open_low=True)
+
+    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
+        return server.update(move=self.alpha * server.move)
+
+
+@dataclass(frozen=True)
+class ServerAscent(Part):
+    """Sharpness-aware steps of the server without a further exchange (FedGloSS):
+
+        sent:    w̃ = w + ρ Δ̃/‖Δ̃‖      with Δ̃ = −mean_S Δᵢ of the last round, its pseudo-gradient
+        server:  w ← w + move, from the unperturbed w
+
+    ρ grows linearly from `start` to ρ over `ramp` rounds.
+
+    Deviations: the released code's ramp sits at its end after one round; ours is the paper's.
+    """
+
+    state = ("pseudo_gradient",)
+
+    rho_server: float = option(0.15, "radius ρ of the server's perturbation", low=0)
+    start: float = option(0.001, "radius in round 0 if it is ramped up", low=0)
+    ramp: int = option(0, "rounds until the radius is ρ; 0 = at once", low=0)
+
+    def send(self, server: ServerState) -> Vectors:
+        progress = min(server.round / self.ramp, 1.0) if self.ramp else 1.0
+        radius = self.start + (self.rho_server - self.start) * progress if self.ramp else self.rho_server
+        return {"weights": server.weights + along(server["pseudo_gradient"], radius)}
+
+    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
+        return server.update(pseudo_gradient=-uploads.average("delta"))
+
+
+@dataclass(frozen=True)
+class NormalisedAveraging(Part):
+    """Average normalised updates, so that clients with more steps do not count more (FedNova):
+
+        w ← w + τ Σ pᵢ Δᵢ/aᵢ,      τ = Σ pᵢ aᵢ
+
+    aᵢ is the client's number of steps; with momentum β, (K − β (1 − β^K)/(1 − β))/(1 − β); with a proximal term μ,
+    a ← (1 − η μ) a + 1 over the K steps, and then τ = Σ pᵢ Kᵢ.
+
+    Deviations: the FedSoL repository adds a correction to FedNova whose global half is never updated; it is not here.
+    """
+
+    place = "average"
+
+    def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
+        rule = outcome.rule
+        proximal = _proximal_steps(rule)
+        a, tau = (proximal, rule.steps) if rule.decay else (rule.effective_steps, rule.effective_steps)
+        return {}, {"normaliser": torch.tensor([a, tau], dtype=outcome.delta.dtype)}
+
+    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
+        pairs = [(w, upload["normaliser"].tolist()) for w, upload in zip(uploads.weights, uploads, strict=True)]
+        tau = sum(w * steps for w, (_, steps) in pairs)
+        return server.update(move=uploads.sum("delta", [tau * w / a for w, (a, _) in pairs]))
+
+
+def _proximal_steps(rule: LocalRule) -> float:
+    a = 0.0
+    for _ in range(rule.steps):
+        a = (1 - rule.lr * rule.decay) * a + 1
+    return a
+
+
+@dataclass(frozen=True)
+class WeightAveraging(Part):
+    """Stochastic weight averaging on the server (SWA), for evaluation only; training goes on from w.
+
+        from round `start` on, every `every` rounds:  w_swa ← w_swa + (w − w_swa)/(k + 1),  k = 0, 1, …
+
+    The first update replaces what was there, as in FedASAM's authors' code.
+
+    Deviations: the learning rate is not cycled; their code cycles it on the absolute round.
+    """
+
+    state = ("swa",)
+    place = "shown"
+
+    start: int = option(10, "round from which the average runs", low=0)
+    every: int = option(1, "rounds between two models of the average", low=1)
+
+    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
+        done, new = server.round + 1, server.weights + server.move
+        if done <= self.start:
+            return server.update(swa=new)
+        if (done - self.start) % self.every:
+            return server
+        k = (done - self.start) // self.every - 1
+        return server.update(swa=server["swa"] + (new - server["swa"]) / (k + 1))
+
+    def shown(self, server: ServerState) -> Tensor | None:
+        return server["swa"] if server.round else None
