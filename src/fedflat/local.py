@@ -170,15 +170,21 @@ class Slope:
         return self.network.weights
 
     def __call__(
-        self, offset: Tensor | None = None, *, terms: tuple[Term, ...] | None = None, data: bool = True
+        self,
+        direction: Tensor | None = None,
+        length: Tensor | None = None,
+        *,
+        terms: tuple[Term, ...] | None = None,
+        data: bool = True,
     ) -> Tensor:
         """The gradient at w + ε of the loss (if `data`) and the terms (the rule's, unless others are given).
 
-        It stands in the network's gradient buffer, which the next call overwrites.
+        ε is the direction times the length (1 if none is given); the direction may be the gradient that the last call
+        returned. The result stands in the network's gradient buffer, which the next call overwrites.
         """
-        if offset is None:
+        if direction is None:
             return self.network.differentiate(self._objective(terms, data))
-        with self._moved(offset):
+        with self._moved(direction, length):
             return self.network.differentiate(self._objective(terms, data))
 
     def in_head(self, terms: tuple[Term, ...]) -> Tensor:
@@ -188,18 +194,21 @@ class Slope:
 
     def at_head(self, offset: Tensor) -> Tensor:
         """The gradient at w + ε with ε in the head alone: of the network only the head is run again."""
-        with self._moved(offset, self.network.head):
+        with self._moved(offset, None, self.network.head):
             if self._kept is None or self._kept.features is None:
                 return self.network.differentiate(self._objective(None, True))
             logits = self.network.head_module(self._kept.features)
             return self.network.differentiate(self._objective(None, True, replace(self._kept, logits=logits)))
 
     @contextmanager
-    def _moved(self, offset: Tensor, span: slice = slice(None)) -> Iterator[None]:
+    def _moved(self, direction: Tensor, length: Tensor | None, span: slice = slice(None)) -> Iterator[None]:
         """The network at w + ε; afterwards weights and batch statistics are what they were, to the bit."""
         buffers = self.network.buffers.clone()
         self._home[span].copy_(self.weights[span])
-        self.weights[span].add_(offset)
+        if length is None:
+            self.weights[span].add_(direction)
+        else:
+            self.weights[span].addcmul_(direction, length)
         yield
         self.weights[span].copy_(self._home[span])
         self.network.buffers.copy_(buffers)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fedflat.catalogue import CATALOGUE
+from fedflat.catalogue import CATALOGUE, CHOICES
 from fedflat.errors import RecipeError, nearest
 from fedflat.method import Method
 from fedflat.parts import Part, ServerState
@@ -127,13 +127,13 @@ def explain(name: str) -> dict[str, Any]:
     entry = CATALOGUE[_call(name, [], {})[0]]
     method = entry.build()
     parts = [inner for part in method.parts for inner in (part, getattr(part, "part", None)) if isinstance(inner, Part)]
-    known = {f.name: f.metadata for part in parts for f in fields(part) if "range" in f.metadata}
-    options = [
-        {"name": option, "default": default, "range": str(known[option]["range"]), "doc": known[option]["doc"]}
-        if option in known
-        else {"name": option, "default": default, "range": "", "doc": ""}
-        for option, default in entry.options().items()
-    ]
+    known = {
+        f.name: (str(f.metadata["range"]), f.metadata["doc"]) for part in parts for f in fields(part) if f.metadata
+    }
+    options = []
+    for option, default in entry.options().items():
+        span, doc = (CHOICES | known)[option]
+        options.append({"name": option, "default": default, "range": span, "doc": doc})
     texts = [{"part": repr(part), "text": inspect.getdoc(type(part)) or ""} for part in parts]
-    head = {"name": name, "paper": entry.paper, "idea": entry.idea, "cost": cost(method)}
+    head = {"name": name, "paper": entry.paper, "title": entry.title, "idea": entry.idea, "cost": cost(method)}
     return {**head, "parts": texts, "options": options}

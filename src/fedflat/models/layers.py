@@ -23,7 +23,8 @@ class RectifiedPool(nn.Module):
 
     def __init__(self, size: int, stride: int | None = None, padding: int = 0) -> None:
         super().__init__()
-        self.relu = nn.ReLU()
+        # In place: neither a convolution nor a norm nor a pool needs its output again for the gradient.
+        self.relu = nn.ReLU(inplace=True)
         self.pool = nn.MaxPool2d(size, stride, padding)
 
     def forward(self, x: Tensor) -> Tensor:

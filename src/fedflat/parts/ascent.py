@@ -12,10 +12,15 @@ from fedflat.local import LocalRule, Outcome, Slope, Vectors
 from fedflat.parts.part import Crowd, Part, ServerState, Uploads, option
 
 
-def along(direction: Tensor, radius: float, guard: float = 1e-7) -> Tensor:
-    """ρ x/‖x‖, and zero where x is zero; the guard is that of the FedSMOO authors."""
+def per_norm(radius: float, direction: Tensor) -> Tensor:
+    """ρ/‖x‖, finite where x is zero; the guard is that of the FedSMOO authors."""
     norm: Tensor = direction.norm(dim=-1, keepdim=True)
-    return direction * (radius / (norm + guard))
+    return radius / (norm + 1e-7)
+
+
+def along(direction: Tensor, radius: float) -> Tensor:
+    """ρ x/‖x‖, and zero where x is zero."""
+    return direction * per_norm(radius, direction)
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class Ascent(Part):
         return replace(rule, ascent=self)
 
     def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]:
-        return slope(along(slope(), self.rho)), carry
+        g = slope()
+        return slope(g, per_norm(self.rho, g)), carry
 
 
 @dataclass(frozen=True)
@@ -67,11 +73,12 @@ class AdaptiveStep:
     activations: ClassVar[bool] = False
 
     def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]:
-        scale = slope.weights.abs() + self.part.eta
+        scale = slope.weights.abs().add_(self.part.eta)
         if self.fixed is not None:
-            scale[self.fixed] = 1.0
-        scaled = scale * slope()
-        return slope(scale * along(scaled, self.part.rho)), carry
+            scale.masked_fill_(self.fixed, 1.0)
+        scaled = slope().mul_(scale)
+        length = per_norm(self.part.rho, scaled)
+        return slope(scaled.mul_(scale), length), carry
 
 
 @dataclass(frozen=True)
@@ -103,12 +110,16 @@ class ConsensusAscent(Part):
         return {"perturbation": server["perturbation"]}
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        return replace(rule, ascent=self, carry={**rule.carry, "dual": memory["dual"], "s": sent["perturbation"]})
+        # The round's own copy, which every step changes in place.
+        dual = memory["dual"].clone()
+        return replace(rule, ascent=self, carry={**rule.carry, "dual": dual, "s": sent["perturbation"]})
 
     def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]:
-        s = carry["s"]
-        ascent = along(torch.add(slope() - carry["dual"], s, alpha=self.sign), self.rho)
-        return slope(ascent), {**carry, "dual": carry["dual"] + ascent - s}
+        s, dual = carry["s"], carry["dual"]
+        q = slope().sub_(dual).add_(s, alpha=self.sign)
+        length = per_norm(self.rho, q)
+        dual.addcmul_(q, length).sub_(s)
+        return slope(q, length), carry
 
     def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
         dual = outcome.carry["dual"]

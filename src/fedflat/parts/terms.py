@@ -50,7 +50,7 @@ class ActivationTerm:
     activations: bool = True
 
     def __call__(self, here: Pass) -> Tensor:
-        norms = {name: a.square().mean() for name, a in here.forward.activations.items()}
+        norms = here.forward.squares
         for name, norm in norms.items():
             here.note(f"activation/{name}", norm)
         if self.layers == "official_convnet":

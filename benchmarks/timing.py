@@ -1,0 +1,24 @@
+"""Ratios of times, measured in turns in one run, because machines are noisy: A, B, C, A, B, C, …"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+
+def interleaved(jobs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """The seconds of each job in each of the repeats, after one unmeasured turn of all."""
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for repeat in range(repeats + 1):
+        for name, job in jobs.items():
+            begun = time.perf_counter()
+            job()
+            if repeat:
+                seconds[name].append(time.perf_counter() - begun)
+    return seconds
+
+
+def ratio(numerator: list[float], denominator: list[float]) -> tuple[float, float, float]:
+    """The median of the ratios of neighbouring measurements, with their quartiles."""
+    ratios = sorted(a / b for a, b in zip(numerator, denominator, strict=True))
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return middle, low, high
