@@ -22,7 +22,17 @@ BOUNDS = {
     "man": 1.10, "fedsam": 2.1, "fedasam": 2.1, "mofedsam": 2.1, "fedgamma": 2.1, "fedspeed": 2.1, "fedsmoo": 2.1,
     "fedsol(scope='head')": 1.5, "fedlesam": 1.1,
 }  # fmt: skip
-OTHERS = ("fedprox", "feddyn", "scaffold", "fedntd", "moon", "fedsol", "fedsol(scope='body')", "fedgf", "top_eigenvalue")
+OTHERS = (
+    "fedprox",
+    "feddyn",
+    "scaffold",
+    "fedntd",
+    "moon",
+    "fedsol",
+    "fedsol(scope='body')",
+    "fedgf",
+    "top_eigenvalue",
+)
 STEPS = 6
 
 

@@ -285,7 +285,7 @@ class Spread(typer.core.TyperCommand):
 def personalize(
     runs: Annotated[list[Path], typer.Argument(help="directories of finished runs")],
     epochs: Annotated[
-        list[int] | None, typer.Option(help="passes to test after, one or several: --epochs 1 5; local: else 200")
+        list[int] | None, typer.Option(help="epochs to test after: --epochs 1 5; else 1 and 5, local 200")
     ] = None,
     how: Annotated[str, typer.Option(help="finetune, knn (kNN-Per), local (local-only training) or none")] = "finetune",
     size: Annotated[int, typer.Option(help="test samples of a client, by the labels of its own")] = 1000,
@@ -325,17 +325,19 @@ def personalize(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table("run", "method", "how", title="accuracy on the clients' own kind of samples, mean ± std over clients")
-    for name in ("epochs", "clients", "before", "after"):
-        table.add_column(name, justify="right")
+    table = Table(title="accuracy on the clients' own kind of samples, mean ± std", title_justify="left")
+    for name in ("run", "method", "how"):
+        table.add_column(name, overflow="ellipsis", no_wrap=True)
+    for name in ("epochs", "before", "after"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         pairs = [(row[name], row[f"{name}_std"]) for name in ("accuracy_before", "accuracy_after")]
-        shown = ("–" if mean is None else f"{mean:.4f} ± {std:.4f}" for mean, std in pairs)
-        table.add_row(row["run"], row["method"], how, str(row["epochs"]), str(row["clients"]), *shown)
+        shown = ("–" if mean is None else f"{mean:.3f} ± {std:.3f}" for mean, std in pairs)
+        table.add_row(row["run"], row["method"], how, str(row["epochs"]), *shown)
     out.print(table)
-    for run, absent in {row["run"]: row["left_out"] for row in rows}.items():
-        if absent:
-            out.print(f"{run}: {absent} clients have no test sample and are left out", markup=False, highlight=False)
+    for name, left_out in {row["run"]: row["left_out"] for row in rows}.items():
+        if left_out:
+            out.print(f"{name}: clients left out, for want of test samples: {left_out}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Personalisation: the global model of a finished run, adapted by every client and tested on samples like its own.
 
-A client's test samples have the label distribution q of its training samples: ⌊size · q_c⌋ of each class c, as far as
-there are that many. How it adapts is one of
+A client's test samples have the label distribution q of its training samples: ⌊size · q_c⌋ of each class c, or all that
+there are (so a size far beyond the test set's classes flattens q). How it adapts is one of
 
     finetune   e epochs of plain SGD on all parameters, also those that the method froze (FedAvg-FT, FedSoL-FT, FedBABU)
     knn        the same; then the model's answers are mixed with those of the nearest training samples (kNN-Per)

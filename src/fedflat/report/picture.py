@@ -66,3 +66,13 @@ def draw_curves(curves: Mapping[str, Sequence[Curve]], path: Path, ylabel: str, 
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     _save(figure, path)
+
+
+def draw_bars(panels: Mapping[str, Sequence[float]], labels: Sequence[str], path: Path) -> None:
+    """Panels side by side, one for each quantity, with a bar for each label."""
+    figure = _figure(3.2 * len(panels), 3)
+    for axes, (name, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        axes.bar(labels, values, color="C0")
+        axes.set_title(name)
+        axes.grid(alpha=0.3, axis="y")
+    _save(figure, path)

@@ -1,0 +1,94 @@
+"""The Hessian's products, spectrum and trace against dense float64 matrices."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from fedflat.flatness import Hessian, top_eigenvalues, trace
+
+
+def dense(module, batches, names=None):
+    """The full Hessian by torch.func, the oracle."""
+    parameters = {n: p.detach() for n, p in module.named_parameters()}
+    chosen = [n for n in parameters if names is None or n in names]
+    sizes = [parameters[n].numel() for n in chosen]
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+
+    def loss(vector):
+        views = {n: v.view_as(parameters[n]) for n, v in zip(chosen, vector.split(sizes), strict=True)}
+        return F.cross_entropy(functional_call(module, {**parameters, **views}, (x,)), y)
+
+    return torch.func.hessian(loss)(torch.cat([parameters[n].reshape(-1) for n in chosen]))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = x.flatten(2).transpose(1, 2)[:, :, :4]
+        weights = torch.softmax(self.q(x) @ self.k(x).transpose(1, 2) / 2, dim=-1)
+        return self.head((weights @ self.v(x)).mean(dim=1))
+
+
+NETS = {
+    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 3)),
+    "conv": lambda: nn.Sequential(nn.Conv2d(4, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3, 3)),
+    "groupnorm": lambda: nn.Sequential(
+        nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+    ),
+    "attention": Attention,
+}
+
+
+@pytest.fixture(params=NETS)
+def case(request):
+    torch.manual_seed(0)
+    module = NETS[request.param]().double()
+    x, y = torch.randn(30, 4, 4, 4, dtype=torch.float64), torch.randint(0, 3, (30,))
+    return module, [(x[:8], y[:8]), (x[8:], y[8:])]
+
+
+def test_products_are_those_of_the_dense_matrix_for_any_batches(case):
+    module, batches = case
+    matrix, hessian = dense(module, batches), Hessian(module, F.cross_entropy, batches)
+    v = torch.randn(hessian.size, dtype=torch.float64)
+    torch.testing.assert_close(hessian @ v, matrix @ v, rtol=1e-9, atol=1e-12)
+
+
+def test_the_top_eigenvalues_are_those_of_the_dense_matrix_with_small_residuals(case):
+    module, batches = case
+    expected = torch.linalg.eigvalsh(dense(module, batches)).flip(0)[:5]
+    eigen = top_eigenvalues(Hessian(module, F.cross_entropy, batches), k=5, tolerance=1e-10)
+    torch.testing.assert_close(eigen.values, expected, rtol=1e-8, atol=1e-10)
+    assert float(eigen.residuals.max()) < 1e-7
+    assert eigen.ratio == pytest.approx(float(expected[0] / expected[4]), rel=1e-6)
+
+
+def test_a_layers_block_is_the_blocks_hessian(case):
+    module, batches = case
+    name = [n for n, _ in module.named_parameters() if n.endswith("weight")][-1]
+    matrix = dense(module, batches, [name])
+    eigen = top_eigenvalues(Hessian(module, F.cross_entropy, batches, [name]), k=3, tolerance=1e-10)
+    torch.testing.assert_close(eigen.values, torch.linalg.eigvalsh(matrix).flip(0)[:3], rtol=1e-8, atol=1e-10)
+
+
+def test_hutchinsons_trace_lies_within_its_error(case):
+    module, batches = case
+    expected = float(dense(module, batches).trace())
+    estimate = trace(Hessian(module, F.cross_entropy, batches), probes=200)
+    assert abs(estimate.mean - expected) < 4 * estimate.error + 1e-9
+    assert estimate.error < 0.3 * abs(expected) + 1e-3
+
+
+def test_on_a_quadratic_everything_is_exact():
+    chance = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 6, generator=chance, dtype=torch.float64)
+    module = nn.Linear(6, 1, bias=False).double()
+    hessian = Hessian(module, lambda z, y: 0.5 * (z - y).square().mean(), [(x, x[:, :1])])
+    expected = torch.linalg.eigvalsh(x.T @ x / 50).flip(0)
+    torch.testing.assert_close(top_eigenvalues(hessian, k=3, tolerance=1e-12).values, expected[:3])
