@@ -1,10 +1,11 @@
 """Personalisation: who is tested on what, where a client's walk leads, and what a run's directory says of it."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -16,25 +17,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fedflat import Augment, Federation, train
+from fedflat.cli import app
 from fedflat.client import Problem
 from fedflat.errors import FedflatError, RecipeError, RunError, TrainingError
 from fedflat.federation.augment import normalise
 from fedflat.federation.federation import batch_indices
 from fedflat.method import Method
-from fedflat.personal import (
-    ALONE,
-    Mixture,
-    Neighbours,
-    last_lr,
-    load_run,
-    nearest_labels,
-    personalise,
-    save,
-    summary,
-)
+from fedflat.methods import parse
+from fedflat.personal import ALONE, Mixture, Neighbours, nearest_labels, personalise, save, summary
 from fedflat.randomness import generator
 from fedflat.recipe import Local, load
-from fedflat.run import execute, prepare
+from fedflat.run import execute, last_lr, load_run, prepare
 from fedflat.vector import Network
 
 SIZE = 40  # of the digits' test part there are about 35 samples of a class
@@ -80,24 +73,25 @@ def accuracies(problem, weights, size):
 
 def test_fine_tuning_raises_the_mean_accuracy_of_very_different_clients(fedavg):
     one, five = summary(personalise(fedavg, fedavg.network.weights, (1, 5), size=SIZE))
-    assert one["accuracy_before"] + 0.02 < one["accuracy_after"] < five["accuracy_after"]
+    assert one["accuracy_before"] < one["accuracy_after"] < five["accuracy_after"]
+    assert five["accuracy_after"] > five["accuracy_before"] + 0.03
     assert five["accuracy_after_std"] < five["accuracy_before_std"]
 
 
 def test_no_epochs_and_no_adaptation_are_the_global_model(fedavg):
     expected = accuracies(fedavg, fedavg.network.weights.clone(), SIZE)
-    for settings in ({"epochs": (0,)}, {"how": "none"}):
-        results = personalise(fedavg, fedavg.network.weights, **settings, size=SIZE)
+    for setting in ({"epochs": (0,)}, {"how": "none"}):
+        results = personalise(fedavg, fedavg.network.weights, **setting, size=SIZE)
         assert [result.accuracy_after for result in results] == pytest.approx(expected)
         assert all(result.accuracy_before == result.accuracy_after for result in results)
 
 
 @pytest.mark.parametrize("how", ["finetune", "local"])
 def test_the_walk_is_plain_sgd_with_the_recipes_settings(digits, how):
-    """Against torch's own optimiser: momentum lives on over the epochs, decay and clip are the recipe's, no part acts."""
+    """Against torch's own optimiser: momentum lives on from epoch to epoch, and the method's parts rest."""
     local = Local(batch=20, lr=0.05, momentum=0.7, weight_decay=0.01, clip=1.0, clip_mode="official", epochs=9, steps=2)
     federation = replace(digits, augment=Augment(crop=1, flip=0.5), dtype=torch.float64)
-    problem = Problem(federation, net(torch.float64), Method(), local, seed=3)
+    problem = Problem(federation, net(torch.float64), parse("fedbabu + fedsam"), local, seed=3)
     start = problem.network.weights.clone()
     _, ends = walk(problem, epochs=(3,), how=how, lr=0.02)
 
@@ -340,7 +334,7 @@ def test_labels_that_are_no_classes_are_refused(regression):
 
 def test_a_walk_that_leaves_the_finite_numbers_names_the_client(digits):
     problem = Problem(digits, net(), Method(), Local(lr=1e12))
-    with pytest.raises(TrainingError, match="client 0: its model is no longer finite"):
+    with pytest.raises(TrainingError, match=r"client \d: its model is no longer finite"):
         personalise(problem, problem.network.weights)
 
 
@@ -351,37 +345,47 @@ def test_a_file_that_cannot_be_written_is_one_sentence_and_leaves_the_old_one(fe
         save(tmp_path, "none", results)
 
 
-def test_the_command_prints_a_row_for_each_run_and_epochs_and_writes_every_client(runs, tmp_path):
+@pytest.fixture
+def copies(runs, tmp_path, monkeypatch):
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
-    def personalize(*arguments):
-        command = [sys.executable, "-m", "fedflat.cli", "personalize", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
 
-    done = personalize("fedavg", "fedbabu", "--epochs", "1", "2", "--epochs", "0", "--size", "3", "--json")
+def personalize(*arguments):
+    app(["personalize", *arguments], standalone_mode=False)
+
+
+def test_the_command_gives_a_row_for_each_run_and_epochs_and_writes_every_client(copies):
+    arguments = ["fedavg", "fedbabu", "--epochs", "1", "2", "--epochs", "0", "--size", "3", "--json"]
+    command = [sys.executable, "-m", "fedflat.cli", "personalize", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
-    assert [(row["run"], row["how"], row["epochs"]) for row in rows] == [
+    assert [(row["run"], row["how"], row["epochs"]) for row in json.loads(done.stdout)] == [
         (run, "finetune", epochs) for run in ("fedavg", "fedbabu") for epochs in (0, 1, 2)
     ]
-    lines = [json.loads(line) for line in (tmp_path / "fedavg/personal-finetune.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (copies / "fedavg/personal-finetune.jsonl").read_text().splitlines()]
     assert [(line["client"], line["epochs"]) for line in lines] == [(i, e) for i in range(20) for e in (0, 1, 2)]
-    problem, recipe = load_run(tmp_path / "fedavg")
+    problem, recipe = load_run(copies / "fedavg")
     again = personalise(problem, problem.network.weights, (0, 1, 2), size=3, lr=last_lr(recipe))
-    assert [line["accuracy_after"] for line in lines] == [result.accuracy_after for result in again]
+    assert lines == [asdict(result) for result in again]
+    assert not [path for path in (copies / "fedavg").iterdir() if path.name.startswith(".")]
 
-    shown = personalize("fedavg", "fedbabu", "--how", "local", "--epochs", "1", "--size", "3")
-    assert shown.returncode == 0, shown.stderr
-    assert "±" in shown.stdout and "fedbabu: clients left out, for want of test samples: " in shown.stdout
-    files = [(tmp_path / run / "personal-local.jsonl").read_bytes() for run in ("fedavg", "fedbabu")]
-    assert files[0] == files[1]  # both begin with the same initial weights
-    initial = accuracies(prepare(recipe)[0], prepare(recipe)[0].network.weights, 3)
+
+def test_local_only_training_begins_with_the_common_initial_weights(copies, capsys):
+    personalize("fedavg", "fedbabu", "--how", "local", "--epochs", "1", "--size", "3")
+    shown = capsys.readouterr().out
+    assert "±" in shown and "fedbabu: clients left out, for want of test samples: " in shown
+    files = [(copies / run / "personal-local.jsonl").read_text() for run in ("fedavg", "fedbabu")]
+    assert files[0] == files[1]
+    problem, _ = prepare(load(copies / "fedavg/recipe.toml"))
+    initial = accuracies(problem, problem.network.weights.clone(), 3)
     before = [json.loads(line)["accuracy_before"] for line in files[0].splitlines()]
-    assert [x for x in before if x is not None] == pytest.approx([x for x in initial if x == x])
+    assert [math.nan if x is None else x for x in before] == pytest.approx(initial, nan_ok=True)
 
-    content = (tmp_path / "fedavg/personal-finetune.jsonl").read_bytes()
-    (tmp_path / "fedbabu/model.safetensors").unlink()
-    failed = personalize("fedavg", "fedbabu")
-    assert (failed.returncode, failed.stdout) == (6, "")
-    assert failed.stderr == "fedflat: fedbabu: the run is not finished (no model.safetensors); let it finish first\n"
-    assert (tmp_path / "fedavg/personal-finetune.jsonl").read_bytes() == content
+
+def test_runs_are_looked_at_before_the_first_is_worked_on(copies, capsys):
+    (copies / "fedbabu/model.safetensors").unlink()
+    with pytest.raises(RunError, match=r"^fedbabu: the run is not finished"):
+        personalize("fedavg", "fedbabu")
+    assert not list(copies.glob("*/personal-*")) and capsys.readouterr().out == ""

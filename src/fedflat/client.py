@@ -73,6 +73,8 @@ class Worker:
         rule = problem.method.plan(self._rule(brief, client), sent, memory)
         if network.buffers.numel():
             network.buffers.copy_(memory.get("buffers", sent["buffers"]))
+            if self._reference is not None:
+                self._reference.buffers.copy_(network.buffers)
         outcome = train(
             network, self._reference, sent["weights"], rule, self._batches(brief, client, rule), problem.loss
         )
@@ -80,7 +82,9 @@ class Worker:
         if network.buffers.numel():
             (kept if "buffers" in memory else vectors)["buffers"] = network.buffers.clone()
         samples = problem.federation.samples(client)
-        return Upload(client, samples, rule.steps, rule.lr, outcome.loss, outcome.delta, vectors, kept, outcome.notes)
+        return Upload(
+            client, samples, rule.steps, rule.mean_lr, outcome.loss, outcome.delta, vectors, kept, outcome.notes
+        )
 
     def _first_memory(self, sent: Vectors) -> Vectors:
         memory = self.problem.method.first_memory(self._initial)

@@ -83,6 +83,11 @@ class LocalRule:
         return self.lr * (1 - (1 - self.lr_floor) * k / self.steps)
 
     @property
+    def mean_lr(self) -> float:
+        """The mean of the η_k."""
+        return self.lr * (1 - (1 - self.lr_floor) * (self.steps - 1) / (2 * self.steps))
+
+    @property
     def effective_steps(self) -> float:
         """K, or with momentum β the sum of the weights with which the K gradients enter Δ."""
         beta, steps = self.momentum, self.steps
@@ -157,6 +162,7 @@ class Slope:
         self._seen: dict[int, Forward] = {}
         self._noted = False
         self._kept: Forward | None = None
+        self._statistics: Tensor | None = None
         return self
 
     def on_other_batch(self, offset: Tensor) -> Tensor:
@@ -189,7 +195,7 @@ class Slope:
 
     def in_head(self, terms: tuple[Term, ...]) -> Tensor:
         """The terms' gradient at w with respect to the head alone. The pass through the body is kept for `at_head`."""
-        self._kept = self._tap(self._inputs)
+        self._kept = self._forward()
         return self.network.differentiate_head(self._sum([term(self._pass(self._kept)) for term in terms]))
 
     def at_head(self, offset: Tensor) -> Tensor:
@@ -203,7 +209,6 @@ class Slope:
     @contextmanager
     def _moved(self, direction: Tensor, length: Tensor | None, span: slice = slice(None)) -> Iterator[None]:
         """The network at w + ε; afterwards weights and batch statistics are what they were, to the bit."""
-        buffers = self.network.buffers.clone()
         self._home[span].copy_(self.weights[span])
         if length is None:
             self.weights[span].add_(direction)
@@ -211,13 +216,20 @@ class Slope:
             self.weights[span].addcmul_(direction, length)
         yield
         self.weights[span].copy_(self._home[span])
-        self.network.buffers.copy_(buffers)
+
+    def _forward(self) -> Forward:
+        """A pass over the batch. The step's first one makes the batch statistics; later ones leave them as they are."""
+        forward = self._tap(self._inputs)
+        if self._statistics is None:
+            self._statistics = self.network.buffers.clone()
+        self.network.buffers.copy_(self._statistics)
+        return forward
 
     def _pass(self, forward: Forward) -> Pass:
         return Pass(forward, self._labels, self)
 
     def _objective(self, terms: tuple[Term, ...] | None, data: bool, forward: Forward | None = None) -> Tensor:
-        here = self._pass(forward or self._tap(self._inputs))
+        here = self._pass(forward or self._forward())
         if data and not self._noted:
             self.notes.add("loss", here.loss)
             self._noted = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fedflat.errors import RecipeError
@@ -9,6 +10,12 @@ from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.parts.part import Part, ServerState, Uploads
 
 ORDER = {"average": 0, "": 1, "ascent": 1, "server": 2, "shown": 3}
+
+
+def probe_state(part: Method | Part) -> ServerState:
+    """A state of the least size, to see what a part or method would send."""
+    probe = torch.zeros(3)
+    return ServerState(probe, probe, probe, part.first_state(probe), 0, 1)
 
 
 class Method:
@@ -36,6 +43,7 @@ class Method:
         for part in self.parts:
             claims = [f"be the {part.place}"] if part.place else []
             claims += [f"keep {name!r}" for name in (*part.memory, *part.state)]
+            claims += [f"send {name!r}" for name in part.send(probe_state(part))]
             for claim in claims:
                 if claim in holder:
                     pair = f"{type(holder[claim]).__name__} and {type(part).__name__}"

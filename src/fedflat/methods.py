@@ -9,12 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
-
 from fedflat.catalogue import CATALOGUE, CHOICES
 from fedflat.errors import RecipeError, nearest
-from fedflat.method import Method
-from fedflat.parts import Part, ServerState
+from fedflat.method import Method, probe_state
+from fedflat.parts import Part
 
 HYPHEN = re.compile(r"(?<=[a-z])-(?=[a-z])")
 Call = tuple[str, dict[str, Any]]
@@ -108,12 +106,11 @@ def cost(method: Method) -> dict[str, Any]:
     >>> cost(parse("fedsmoo"))
     {'down': 2, 'up': 2, 'client': 2, 'server': 3, 'gradients': 2, 'forwards': 0}
     """
-    probe = torch.zeros(3)
-    state = ServerState(probe, probe, probe, method.first_state(probe), 0, 1)
+    state = probe_state(method)
     references = {"Distillation": 1, "NotTrueDistillation": 1, "ModelContrast": 2}
     inner = [getattr(part, "part", part) for part in method.parts]
     return {
-        "down": sum(vector.numel() == 3 for vector in method.send(state).values()),
+        "down": sum(vector.shape == state.weights.shape for vector in method.send(state).values()),
         "up": 1 + len(method.uploads),
         "client": len(method.memory),
         "server": len(method.state),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
@@ -25,21 +24,16 @@ from statistics import fmean, pstdev
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedflat.client import Problem
 from fedflat.engine.engine import chunks, one_thread
-from fedflat.errors import FedflatError, RecipeError, RunError, TrainingError, nearest
+from fedflat.errors import RecipeError, RunError, TrainingError, nearest
 from fedflat.federation.federation import Federation, batch_indices, batch_steps
+from fedflat.folder import write_whole
 from fedflat.local import Batch, LocalRule, train
-from fedflat.methods import parse
 from fedflat.metrics import score
 from fedflat.randomness import generator
-from fedflat.recipe import Recipe, validated
-from fedflat.run import _write, assemble, gather
 from fedflat.vector import Network
 
 EPOCHS: dict[str, tuple[int, ...]] = {"finetune": (1, 5), "knn": (1, 5), "local": (200,), "none": (0,)}
@@ -293,58 +287,7 @@ def save(directory: Path, how: str, results: Iterable[Personal]) -> Path:
     """Write personal-HOW.jsonl into a run's directory, whole or not at all: one line for each client and epochs."""
     path = directory / f"personal-{how}.jsonl"
     try:
-        _write(path, "".join(json.dumps(asdict(result)) + "\n" for result in results).encode())
+        write_whole(path, "".join(json.dumps(asdict(result)) + "\n" for result in results).encode())
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror})") from None
     return path
-
-
-def last_lr(recipe: Recipe) -> float:
-    """η of the last round, decayed as the rounds before have left it."""
-    return recipe.local.lr * recipe.local.lr_decay ** (recipe.server.rounds - 1)
-
-
-def load_run(directory: Path, federation: Federation | None = None) -> tuple[Problem, Recipe]:
-    """A finished run as it stood at its end: its problem, with the global model in the network, and its recipe.
-
-    A run whose federation was made in Python needs it here again.
-    """
-    recipe, tensors = read_run(directory)
-    if federation is None and recipe.split.name == "given":
-        raise RunError(f"{directory}: its federation was made in Python; give it to load_run(directory, federation)")
-    try:
-        problem = assemble(recipe, federation or gather(recipe), None, parse(recipe.method), F.cross_entropy)
-    except FedflatError as error:
-        raise type(error)(f"{directory}: {error}") from None
-    module = problem.network.module
-    expected = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    for name in expected | found:
-        if expected.get(name) != found.get(name):
-            there, here = (tuple(s[name]) if name in s else "nothing" for s in (found, expected))
-            raise RunError(
-                f"{directory}: model.safetensors does not fit the recipe's model {recipe.model.name}: "
-                f"{name} is {there}, but should be {here}"
-            )
-    module.load_state_dict(tensors)
-    module.eval()
-    return problem, recipe
-
-
-def read_run(directory: Path) -> tuple[Recipe, dict[str, Tensor]]:
-    """The recipe and the model of a finished run, as they lie in its directory."""
-    directory = Path(directory)
-    recipe, model = directory / "recipe.toml", directory / "model.safetensors"
-    if not recipe.is_file():
-        raise RunError(f"{directory}: no run is here (no recipe.toml); give a directory that `fedflat run` wrote")
-    if not model.is_file():
-        raise RunError(f"{directory}: the run is not finished (no model.safetensors); let it finish first")
-    try:
-        # Not `recipe.load`: what a run wrote is complete, and the default recipe must not fill in what it left open.
-        return validated(tomllib.loads(recipe.read_text("utf-8"))), load_file(model)
-    except RecipeError as error:
-        raise RecipeError(f"{recipe}: {error}") from None
-    except SafetensorError as error:
-        raise RunError(f"{model}: not a readable safetensors file ({error})") from None
-    except (OSError, ValueError) as error:
-        raise RunError(f"{directory}: its recipe or model cannot be read ({error})") from None

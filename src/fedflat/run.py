@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import math
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save as safetensors_bytes
 from torch import nn
 
 from fedflat import models
@@ -26,10 +20,11 @@ from fedflat.client import Problem
 from fedflat.engine.engine import Engine
 from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool, cores
-from fedflat.errors import RecipeError, RunError, nearest
+from fedflat.errors import FedflatError, RecipeError, RunError, nearest
 from fedflat.federation.augment import Augment
 from fedflat.federation.federation import Federation, federate
 from fedflat.federation.partition import SPLITS
+from fedflat.folder import Record, RunFolder, read_run
 from fedflat.local import Loss
 from fedflat.method import Method
 from fedflat.methods import Written, parse, spell
@@ -39,7 +34,6 @@ from fedflat.recipe import SECTIONS, Recipe, validated
 from fedflat.server import RoundReport, cohort_size, conduct, draw_cohort, first_state
 from fedflat.vector import Network
 
-Record = dict[str, Any]
 Callback = Callable[[Record], None]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -187,6 +181,38 @@ def start_engine(problem: Problem, recipe: Recipe, state: ServerState) -> Engine
     return Pool(problem, state, slots, min(workers, slots))
 
 
+def last_lr(recipe: Recipe) -> float:
+    """η of the last round, decayed as the rounds before have left it."""
+    return recipe.local.lr * recipe.local.lr_decay ** (recipe.server.rounds - 1)
+
+
+def load_run(directory: Path, federation: Federation | None = None) -> tuple[Problem, Recipe]:
+    """A finished run as it stood at its end: its problem, with the global model in the network, and its recipe.
+
+    A run whose federation was made in Python needs it here again.
+    """
+    recipe, tensors = read_run(directory)
+    if federation is None and recipe.split.name == "given":
+        raise RunError(f"{directory}: its federation was made in Python; give it to load_run(directory, federation)")
+    try:
+        problem = assemble(recipe, federation or gather(recipe), None, parse(recipe.method), F.cross_entropy)
+    except FedflatError as error:
+        raise type(error)(f"{directory}: {error}") from None
+    module = problem.network.module
+    expected = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    for name in expected | found:
+        if expected.get(name) != found.get(name):
+            there, here = (tuple(s[name]) if name in s else "nothing" for s in (found, expected))
+            raise RunError(
+                f"{directory}: model.safetensors does not fit the recipe's model {recipe.model.name}: "
+                f"{name} is {there}, but should be {here}"
+            )
+    module.load_state_dict(tensors)
+    module.eval()
+    return problem, recipe
+
+
 def execute(
     problem: Problem, recipe: Recipe, directory: Path | None = None, callbacks: Sequence[Callback] = ()
 ) -> Result:
@@ -265,42 +291,3 @@ def summary(history: Sequence[Record], recipe: Recipe) -> Record:
             result |= {"target": recipe.evaluation.target, "rounds_to_target": next(reached, None)}
     totals = {name: sum(record[name] for record in history) for name in ("bytes_down", "bytes_up", "seconds")}
     return result | totals
-
-
-@dataclass
-class RunFolder:
-    """A run on disk: recipe.toml at once, metrics.jsonl round by round, the model and summary.json at the end."""
-
-    path: Path
-    recipe: Recipe
-
-    def __post_init__(self) -> None:
-        if (self.path / "metrics.jsonl").exists():
-            raise RunError(f"{self.path}: already holds a run; choose another --out")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "recipe.toml").write_text(self.recipe.to_toml(), "utf-8")
-            self._metrics = (self.path / "metrics.jsonl").open("x", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --out") from None
-
-    def append(self, record: Record) -> None:
-        self._metrics.write(json.dumps(record) + "\n")
-
-    def finish(self, network: Network, summary: Record) -> None:
-        tensors = {n: t.detach().contiguous() for n, t in network.module.state_dict().items()}
-        # One key only: safetensors writes several in no fixed order, and equal runs shall be equal files.
-        blob = safetensors_bytes(tensors, {"fedflat": json.dumps({"model": self.recipe.model.name})})
-        versions = {"fedflat": version("fedflat"), "torch": torch.__version__, "python": platform.python_version()}
-        digest = hashlib.sha256(blob).hexdigest()
-        _write(self.path / "model.safetensors", blob)
-        text = json.dumps({**summary, "model_sha256": digest, "versions": versions}, indent=2)
-        _write(self.path / "summary.json", text.encode() + b"\n")
-        self._metrics.close()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All or nothing: a reader never finds half a file under the final name."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_bytes(content)
-    aside.replace(path)

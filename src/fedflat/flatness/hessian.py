@@ -18,8 +18,8 @@ from fedflat.local import Batch, Loss
 class Hessian:
     """H = ∇² (1/N) Σ ℓ(w; x), as an operator: `hessian @ v` by two backward passes, batch by batch.
 
-    With `names` it is the diagonal block of these parameters (a layer's). The samples are fixed and in a fixed order, and
-    nothing is drawn, so the operator is the same one at every product.
+    With `names` it is the diagonal block of these parameters (a layer's). The samples are fixed and in a fixed order,
+    and nothing is drawn, so the operator is the same one at every product.
 
     >>> module = nn.Linear(1, 1, bias=False)
     >>> x = torch.tensor([[1.0], [3.0]])

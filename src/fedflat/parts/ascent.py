@@ -148,8 +148,11 @@ class LookbackAscent(Part):
 
     rho: float = option(0.1, "radius ρ of the perturbation", low=0)
 
+    def first_memory(self, initial: Tensor) -> Vectors:
+        return {"seen": torch.full_like(initial, torch.nan)}
+
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        moved = memory["seen"] - sent["weights"] if bool(memory["seen"].any()) else memory["seen"]
+        moved = (memory["seen"] - sent["weights"]).nan_to_num_(0.0)
         return replace(rule, ascent=self, carry={**rule.carry, "lookback": along(moved, self.rho)})
 
     def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]:
@@ -163,16 +166,17 @@ class LookbackAscent(Part):
 class InterpolatedAscent(Part):
     """Between the client's own sharpness and the global one (FedGF):
 
-        server:  w̃ = w − ρ_g Δ̄/‖Δ̄‖ after its move Δ̄,      c = mean of the last W of 1[ mean ‖Δᵢ‖ > T ]
+        server:  w̃ = w + ρ_g (w_old − w)/‖w_old − w‖,      c = mean of the last W of 1[ mean ‖Δᵢ‖ > T ]
         client:  the gradient is taken at  c w̃ + (1 − c)(w + ρ g/‖g‖)
 
-    c = 0 in round 0. The more the clients diverge, the more the global perturbation counts.
+    w_old is the global model of the round before; c = 0 in round 0. The more the clients diverge, the more the global
+    perturbation counts.
 
     Deviations: none known; W, T and ρ_g have no published defaults beyond W = 30.
     """
 
     place = "ascent"
-    state = ("ahead", "window")
+    state = ("before", "window")
     gradients = 2
 
     rho: float = option(0.05, "radius ρ of the client's perturbation", low=0)
@@ -181,23 +185,25 @@ class InterpolatedAscent(Part):
     window: int = option(30, "rounds W that c looks back on", low=1)
 
     def first_state(self, weights: Tensor) -> Vectors:
-        return {"ahead": weights.clone(), "window": weights.new_full((self.window,), torch.nan)}
+        return {"before": weights.clone(), "window": weights.new_full((self.window,), torch.nan)}
 
     def send(self, server: ServerState) -> Vectors:
         seen = server["window"][~server["window"].isnan()]
         share = seen.mean() if len(seen) else seen.new_zeros(())
-        return {"ahead": server["ahead"], "mix": share.view(1)}
+        ahead = server.weights + along(server["before"] - server.weights, self.rho_server)
+        return {"ahead": ahead, "mix": share.view(1)}
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         return replace(rule, ascent=self, carry={**rule.carry, "ahead": sent["ahead"], "mix": sent["mix"]})
 
     def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]:
-        mix, own = carry["mix"], along(slope(), self.rho)
+        mix, g = carry["mix"], slope()
+        length = per_norm(self.rho, g)
         if not bool(mix):
-            return slope(own), carry
-        return slope(mix * (carry["ahead"] - slope.weights) + (1 - mix) * own), carry
+            return slope(g, length), carry
+        return slope(mix * (carry["ahead"] - slope.weights) + (1 - mix) * length * g), carry
 
     def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
         divergence = sum(float(upload.delta.norm()) for upload in uploads) / len(uploads)
         window = torch.cat([server["window"][1:], server["window"].new_tensor([float(divergence > self.threshold)])])
-        return server.update(ahead=server.arrival - along(server.move, self.rho_server), window=window)
+        return server.update(before=server.weights, window=window)

@@ -100,7 +100,7 @@ class ControlVariates(Part):
     def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
         rule, share = outcome.rule, self._share(outcome.rule)
         steps = rule.effective_steps if self.momentum_aware else rule.steps
-        change = -sent["controls"] / share - outcome.delta / (steps * rule.lr)
+        change = -sent["controls"] / share - outcome.delta / (steps * rule.mean_lr)
         return {"control": memory["control"] + change}, {"control_change": share * change}
 
     def merge(self, server: ServerState, uploads: Uploads) -> ServerState:

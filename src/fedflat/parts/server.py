@@ -170,8 +170,11 @@ class WeightAveraging(Part):
     start: int = option(10, "round from which the average runs", low=0)
     every: int = option(1, "rounds between two models of the average", low=1)
 
+    def first_state(self, weights: Tensor) -> Vectors:
+        return {"swa": weights.clone()}
+
     def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
-        done, new = server.round + 1, server.weights + server.move
+        done, new = server.round + 1, server.arrival
         if done <= self.start:
             return server.update(swa=new)
         if (done - self.start) % self.every:

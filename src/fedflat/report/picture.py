@@ -37,6 +37,7 @@ def draw_split(counts: Sequence[Sequence[int]], path: Path, title: str = "") -> 
         x, y = np.nonzero(table)
         area = table[x, y] / table.max() * 160
         axes.scatter(x, y, s=area, c=[colours[c] for c in y])
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set(ylabel="class", yticks=range(classes) if classes <= 20 else [], xlim=(-1, clients), ylim=(-1, classes))
     else:
         below = np.zeros(clients)

@@ -1,0 +1,32 @@
+"""The command line. Imports of torch wait until a command needs it, so that help and mistakes answer at once."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from fedflat.cli import data, methods, personalize, run
+from fedflat.cli.app import app, complain
+from fedflat.errors import FedflatError
+
+__all__ = ["app", "data", "main", "methods", "personalize", "run"]
+
+
+def main() -> None:
+    """The entry point: a user's mistake becomes one sentence and an exit code, never a traceback."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except FedflatError as error:
+        sys.exit(_failed(str(error), error.exit_code))
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(_failed("interrupted", 130))
+    except Exception as error:
+        if hasattr(error, "format_message"):
+            sys.exit(_failed(error.format_message(), 2))
+        raise
+
+
+def _failed(message: str, code: int) -> int:
+    complain(message)
+    return code

@@ -1,0 +1,75 @@
+"""Data sets: list, get, show."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+
+from fedflat.cli.app import DirOption, JsonOption, app, out
+
+data_app = typer.Typer(help="Data sets: list, get, show.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+
+@data_app.command("list")
+def data_list(directory: DirOption = None, as_json: JsonOption = False) -> None:
+    """Which data sets there are, and which are in place."""
+    from rich.table import Table
+
+    from fedflat.federation.datasets import DATASETS, data_directory, whereabouts
+
+    places = {name: whereabouts(name, directory) for name in DATASETS}
+    if as_json:
+        print(json.dumps(places))
+        return
+    table = Table("data set", "where", title=f"data directory: {data_directory(directory)}", title_justify="left")
+    for name, place in places.items():
+        table.add_row(name, place or f"not here: fedflat data get {name}")
+    out.print(table)
+
+
+@data_app.command("get")
+def data_get(name: str, directory: DirOption = None) -> None:
+    """Download a data set from its official address."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from fedflat.federation.download import get
+
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=out
+    ) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(file: str, done: int, total: int | None) -> None:
+            if file not in tasks:
+                tasks[file] = bar.add_task(file, total=total)
+            bar.update(tasks[file], completed=done)
+
+        folder = get(name, directory, show)
+    out.print(f"{name} is in {folder}", markup=False, highlight=False)
+
+
+@data_app.command("show")
+def data_show(name: str, directory: DirOption = None, as_json: JsonOption = False) -> None:
+    """What a data set holds."""
+    from fedflat.federation.datasets import load
+
+    data = load(name, directory)
+    facts = {
+        "name": data.name,
+        "classes": data.classes,
+        "shape": list(data.shape),
+        "train": len(data.train.labels),
+        "test": len(data.test.labels),
+        "train_per_class": data.train.labels.bincount(minlength=data.classes).tolist(),
+        "mean": list(data.mean),
+        "std": list(data.std),
+        "groups": None if data.train.groups is None else int(data.train.groups.unique().numel()),
+    }
+    if as_json:
+        print(json.dumps(facts))
+        return
+    for key, value in facts.items():
+        out.print(f"{key:16} {value}", markup=False, highlight=False)

@@ -1,0 +1,85 @@
+"""Adapt finished runs to each client: personalize."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedflat.cli.app import JsonOption, app, err, out
+
+
+class Spread(typer.core.TyperCommand):
+    """A command in which `--epochs 1 5` means `--epochs 1 --epochs 5`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        spread, counting = list[str](), False
+        for argument in args:
+            counting = argument == "--epochs" or (counting and argument.isdigit())
+            again = counting and spread[-1:] != ["--epochs"] and argument != "--epochs"
+            spread += ["--epochs", argument] if again else [argument]
+        return super().parse_args(ctx, spread)
+
+
+@app.command(cls=Spread)
+def personalize(
+    runs: Annotated[list[Path], typer.Argument(help="directories of finished runs")],
+    epochs: Annotated[
+        list[int] | None, typer.Option(help="epochs to test after: --epochs 1 5; else 1 and 5, local 200")
+    ] = None,
+    how: Annotated[str, typer.Option(help="finetune, knn (kNN-Per), local (local-only training) or none")] = "finetune",
+    size: Annotated[int, typer.Option(help="test samples of a client, by the labels of its own")] = 1000,
+    k: Annotated[int, typer.Option(help="knn: how many neighbours answer")] = 5,
+    mix: Annotated[float, typer.Option(help="knn: their share of the answer, 0 to 1")] = 0.5,
+    scale: Annotated[float, typer.Option(help="knn: how far they are heard")] = 1.0,
+    capacity: Annotated[int, typer.Option(help="knn: how many samples a client stores")] = 500,
+    as_json: JsonOption = False,
+) -> None:
+    """Adapt the global model of finished runs to each client, and test it on samples like the client's own.
+
+    Prints mean ± standard deviation over the clients, and writes each client's numbers to RUN/personal-HOW.jsonl.
+    """
+    from rich.progress import track
+
+    from fedflat.folder import read_run
+    from fedflat.personal import Neighbours, personalise, save, summary
+    from fedflat.run import assemble, last_lr, load_run
+
+    neighbours = Neighbours(k, mix, scale, capacity)
+    for run in runs:
+        read_run(run)
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        problem, recipe = load_run(run)
+        if how == "local":
+            problem = assemble(recipe, problem.federation, None, problem.method, problem.loss)
+        lr = recipe.local.lr if how == "local" else last_lr(recipe)
+        watch = partial(track, description=str(run), console=err, transient=True, disable=not err.is_terminal)
+        start = problem.network.weights
+        results = personalise(problem, start, epochs, how, lr=lr, size=size, neighbours=neighbours, watch=watch)
+        file = str(save(run, how, results))
+        facts = {"run": str(run), "method": recipe.method, "how": how, "file": file}
+        rows += [{**facts, **row} for row in summary(results)]
+    print(json.dumps(rows, indent=2)) if as_json else _print_personal(rows)
+
+
+def _print_personal(rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(title="accuracy on the clients' own kind of samples, mean ± std", title_justify="left")
+    for name in ("run", "method", "how", "epochs", "before", "after"):
+        numeric = name in ("epochs", "before", "after")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric)
+    for row in rows:
+        pairs = [(row[name], row[f"{name}_std"]) for name in ("accuracy_before", "accuracy_after")]
+        shown = ("–" if mean is None else f"{mean:.3f} ± {std:.3f}" for mean, std in pairs)
+        bare = re.sub(r"\(.*?\)", "", str(row["method"]))
+        table.add_row(row["run"], bare, row["how"], str(row["epochs"]), *shown)
+    out.print(table)
+    for name, left_out in {row["run"]: row["left_out"] for row in rows}.items():
+        if left_out:
+            out.print(f"{name}: clients left out, for want of test samples: {left_out}", markup=False, highlight=False)

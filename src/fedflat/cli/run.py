@@ -1,0 +1,97 @@
+"""Train, and look at what would be trained on: run, split, recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedflat.cli.app import JsonOption, RecipeArgument, SetOption, app, err, out
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="method in place of the recipe's; again for a comparison")
+    ] = None,
+    set_: SetOption = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="run directory; default runs/NAME")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a federated model from a recipe."""
+    from fedflat.recipe import load
+
+    chosen = [[f"method={json.dumps(name)}"] for name in method or []] or [[]]
+    recipes = [load(recipe, [*(set_ or []), *one]) for one in chosen]
+
+    from fedflat.methods import spell
+    from fedflat.report.display import RoundProgress, comparison
+    from fedflat.run import execute, prepare
+
+    for each in recipes:
+        spell(each.method)
+    base = out_dir or _free_directory()
+    results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
+    for each in recipes:
+        problem, full = prepare(each)
+        folder = base if len(recipes) == 1 else base / _slug(str(each.method))
+        if not as_json and not results:
+            out.print(full.to_toml(), markup=False, highlight=False)
+        with RoundProgress(str(each.method), full.server.rounds, err if as_json else out) as progress:
+            result = execute(problem, full, folder, [progress])
+        results.append((str(each.method), result.history, {**result.summary, "directory": str(folder)}))
+    if as_json:
+        print(json.dumps([summary for _, _, summary in results], indent=2))
+    else:
+        out.print(comparison(results))
+        out.print(f"written to {base}", markup=False, highlight=False)
+
+
+def _free_directory() -> Path:
+    numbers = (path.name for path in Path("runs").glob("[0-9]*") if path.name.isdigit())
+    return Path("runs") / f"{max(map(int, numbers), default=0) + 1:04d}"
+
+
+def _slug(text: str) -> str:
+    return "".join(c if c.isalnum() or c in ".=" else "-" for c in text).strip("-").replace("---", "-")
+
+
+@app.command()
+def split(
+    recipe: RecipeArgument = None,
+    set_: SetOption = None,
+    save: Annotated[Path | None, typer.Option(help="write the clients' indices to this .npz file")] = None,
+    draw: Annotated[Path | None, typer.Option(help="draw clients × classes into this file (png, pdf, svg)")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show who holds what: clients × classes of a recipe's split."""
+    from fedflat.federation import partition
+    from fedflat.recipe import load
+    from fedflat.report.display import split_table
+    from fedflat.report.picture import draw_split
+    from fedflat.run import gather
+
+    chosen = load(recipe, set_ or [])
+    federation = gather(chosen)
+    counts = federation.counts().tolist()
+    if as_json:
+        print(json.dumps({"clients": federation.clients, "counts": counts}))
+    else:
+        out.print(split_table(counts))
+    if save:
+        partition.save(save, [shard.numpy() for shard in federation.shards])
+        err.print(f"saved to {save}", markup=False, highlight=False)
+    if draw:
+        draw_split(counts, draw, f"{chosen.data.name}, {chosen.split.name}")
+        err.print(f"drawn to {draw}", markup=False, highlight=False)
+
+
+@app.command()
+def recipe(name: RecipeArgument = None, set_: SetOption = None) -> None:
+    """Print a recipe with every value in force."""
+    from fedflat.recipe import load
+
+    print(load(name, set_ or []).to_toml(), end="")

@@ -1,0 +1,682 @@
+"""Every part against its formula, written out in plain PyTorch or by hand."""
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, hessian, vmap
+
+from fedflat import models, train
+from fedflat.catalogue import fedsol
+from fedflat.engine.engine import one_thread
+from fedflat.errors import RecipeError
+from fedflat.local import LocalRule, Outcome, Slope, step
+from fedflat.local import train as local_train
+from fedflat.method import Method
+from fedflat.parts import (
+    AblatedAscent,
+    ActivationNorm,
+    AdaptiveAscent,
+    AdaptiveServer,
+    Ascent,
+    ClientMomentum,
+    ConsensusAscent,
+    Distillation,
+    FallingRate,
+    InterpolatedAscent,
+    LookbackAscent,
+    MetaStep,
+    NormalisedAveraging,
+    ProximalAscent,
+    ServerAscent,
+    ServerMomentum,
+    ServerState,
+    ServerStep,
+    TopEigenvalue,
+    Upload,
+    Uploads,
+    WeightAveraging,
+)
+from fedflat.parts.proximal import shape
+from fedflat.vector import Network
+
+DOUBLE = dict(dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Small networks, and the same computations in plain PyTorch
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def mlp():
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 4))
+
+
+def conv():
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 4, 2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(16, 4),
+    )  # fmt: skip
+
+
+NETWORKS = pytest.mark.parametrize("make", [mlp, conv])
+
+
+def task(make, dtype=torch.float64):
+    """A network, a batch, and an anchor some way off the network's weights."""
+    torch.manual_seed(3)
+    network = Network(make(), dtype)
+    batch = torch.randn(9, 1, 6, 6, dtype=dtype), torch.randint(0, 4, (9,))
+    return network, batch, network.weights + 0.1 * torch.randn(network.size, dtype=dtype)
+
+
+def descent(method, network, batch, anchor, **facts):
+    """The gradient by which one step of the method descends."""
+    start = network.weights.clone()
+    rule = LocalRule(1.0, 1, layout=network.layout, head=network.head, **facts)
+    rule = method.plan(rule, {"weights": anchor}, {})
+    outcome = local_train(network, network.frozen(), start, rule, [batch], F.cross_entropy)
+    network.weights.copy_(start)
+    return -outcome.delta
+
+
+def visited(method, network, batch, anchor):
+    """The perturbation ε of every pass through the head in one step."""
+    start, seen = network.weights.clone(), []
+
+    def look(module, *_):
+        if module is network.head_module:  # and not the frozen copy of it
+            seen.append(network.weights - start)
+
+    hook = network.head_module.register_forward_hook(look)
+    descent(method, network, batch, anchor)
+    hook.remove()
+    return seen
+
+
+def forward(network, weights, x):
+    """Logits and activations of a network whose layers stand one after the other."""
+    activations, views = [], network.layout.views(weights)
+    for name, layer in network.module.named_children():
+        own = {n.removeprefix(f"{name}."): v for n, v in views.items() if n.startswith(f"{name}.")}
+        x = functional_call(layer, own, (x,))
+        if isinstance(layer, nn.ReLU | nn.Tanh):
+            activations.append(x)
+    return x, activations
+
+
+def gradient(function, weights):
+    weights = weights.detach().clone().requires_grad_()
+    return torch.autograd.grad(function(weights), weights)[0]
+
+
+def losses(network, batch, anchor, tau=3.0):
+    """The local loss and the proximal loss KL( softmax(z_g/τ) ‖ softmax(z/τ) ) as functions of the weights."""
+    x, y = batch
+
+    def local(w):
+        return F.cross_entropy(forward(network, w, x)[0], y)
+
+    def proximal(w):
+        ours, theirs = (forward(network, v, x)[0].div(tau).softmax(1) for v in (w, anchor))
+        return (theirs * (theirs.log() - ours.log())).sum(1).mean()
+
+    return local, proximal
+
+
+def within(network, vector, scope):
+    """The vector, zero outside of the scope."""
+    kept = torch.zeros_like(vector) if scope == "head" else vector.clone()
+    kept[network.head] = vector[network.head] if scope in ("all", "head") else 0.0
+    return kept
+
+
+def of_length(vector, rho):
+    return rho * vector / (vector.norm() + 1e-12)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# FedSoL
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@NETWORKS
+@pytest.mark.parametrize("scope", ["all", "head", "body"])
+def test_fedsol_is_the_plain_computation(make, scope):
+    network, batch, anchor = task(make)
+    local, proximal = losses(network, batch, anchor)
+    ascent = of_length(within(network, gradient(proximal, network.weights), scope), 0.7)
+    ours = descent(fedsol(rho=0.7, scope=scope), network, batch, anchor)
+    torch.testing.assert_close(ours, gradient(local, network.weights + ascent), rtol=1e-12, atol=1e-12)
+
+
+@NETWORKS
+@pytest.mark.parametrize("radius", ["layer", "dim0"])
+@pytest.mark.parametrize("scope", ["all", "head", "body"])
+def test_fedsols_adaptive_radius_scales_the_perturbation(make, radius, scope):
+    network, batch, anchor = task(make)
+    local, proximal = losses(network, batch, anchor)
+    scale = shape(network.weights - anchor, network.layout, radius)
+    ascent = scale * of_length(within(network, gradient(proximal, network.weights), scope), 0.7)
+    ours = descent(fedsol(rho=0.7, scope=scope, radius=radius), network, batch, anchor)
+    torch.testing.assert_close(ours, gradient(local, network.weights + ascent), rtol=1e-12, atol=1e-12)
+
+
+@NETWORKS
+@pytest.mark.parametrize("scope", ["head", "body"])
+def test_fedsol_perturbs_nothing_outside_of_its_scope(make, scope):
+    network, batch, anchor = task(make)
+    first, ascent = visited(fedsol(rho=0.7, scope=scope), network, batch, anchor)
+    assert not first.any()
+    assert torch.equal(within(network, ascent, scope), ascent)
+    assert float(ascent.norm()) == pytest.approx(0.7)
+
+
+@NETWORKS
+@pytest.mark.parametrize("scope", ["all", "head"])
+def test_man_is_part_of_the_loss_that_fedsol_descends_by(make, scope):
+    network, batch, anchor = task(make)
+    local, proximal = losses(network, batch, anchor)
+    ascent = of_length(within(network, gradient(proximal, network.weights), scope), 0.7)
+
+    def objective(w):
+        return local(w) + 0.15 * sum(a.square().mean() for a in forward(network, w, batch[0])[1])
+
+    ours = descent(fedsol(rho=0.7, scope=scope) + ActivationNorm(0.3), network, batch, anchor)
+    torch.testing.assert_close(ours, gradient(objective, network.weights + ascent), rtol=1e-12, atol=1e-12)
+
+
+@NETWORKS
+@pytest.mark.parametrize("scope", ["all", "head", "body"])
+@pytest.mark.parametrize("source", ["fedprox", "kl"])
+def test_fedsol_does_not_perturb_at_the_global_model(make, scope, source):
+    network, batch, _ = task(make, torch.float32)
+    ours = visited(fedsol(2.0, scope=scope, source=source), network, batch, network.weights.clone())
+    assert not torch.stack(ours).any()
+
+
+@NETWORKS
+def test_with_zero_0_fedsol_scales_rounding_noise_up_to_the_full_radius_as_the_authors_code_does(make):
+    network, batch, _ = task(make, torch.float32)
+    anchor = network.weights.clone()
+    noise = descent(Method(Distillation()), network, batch, anchor) - descent(Method(), network, batch, anchor)
+    ascent = visited(fedsol(2.0, zero=0.0), network, batch, anchor)[-1]
+    if not ascent.any():
+        pytest.skip("here the gradient of the KL at the global model is exactly zero")
+    assert float(noise.norm()) < 1e-5
+    # ρ ‖g‖/(‖g‖ + 10⁻¹²) with ‖g‖ of about 10⁻⁸.
+    assert float(ascent.norm()) == pytest.approx(2.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("source", ["fedprox", "feddyn", "scaffold"])
+def test_a_linear_source_perturbs_along_its_pull(source):
+    network, batch, anchor = task(mlp)
+    drift = torch.linspace(-1, 1, network.size, **DOUBLE)
+    memory = {"drift": drift, "control": drift}
+    sent = {"weights": anchor, "controls": drift.flip(0) ** 2}
+    away = network.weights - anchor
+    direction = {"fedprox": away, "feddyn": away + drift, "scaffold": sent["controls"] - drift}[source]
+    local, _ = losses(network, batch, anchor)
+    start = network.weights.clone()
+    rule = fedsol(0.7, source=source).plan(LocalRule(1.0, 1, layout=network.layout, head=network.head), sent, memory)
+    assert rule.pull is None and not rule.decay
+    ours = -local_train(network, None, start, rule, [batch], F.cross_entropy).delta
+    expected = gradient(local, start + 0.7 * direction / direction.norm())
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
+
+
+@NETWORKS
+def test_the_layer_radius_has_unit_norm_in_every_tensor(make):
+    network, _, anchor = task(make)
+    difference = network.weights - anchor
+    scale = network.layout.views(shape(difference, network.layout, "layer"))
+    for name, tensor in network.layout.views(difference).items():
+        assert float(scale[name].norm()) == pytest.approx(1.0)
+        torch.testing.assert_close(scale[name], tensor.abs() / tensor.norm())
+    assert not shape(torch.zeros_like(anchor), network.layout, "layer").any()
+
+
+@NETWORKS
+def test_the_dim0_radius_has_unit_norm_over_the_outputs(make):
+    network, _, anchor = task(make)
+    difference = network.weights - anchor
+    scale = network.layout.views(shape(difference, network.layout, "dim0"))
+    for name, tensor in network.layout.views(difference).items():
+        torch.testing.assert_close(scale[name], F.normalize(tensor.abs(), dim=0))
+        torch.testing.assert_close(scale[name].norm(dim=0), torch.ones_like(tensor[0]))
+    assert not shape(torch.zeros_like(anchor), network.layout, "dim0").any()
+
+
+@NETWORKS
+@pytest.mark.parametrize("form", ["A1", "A2", "A3", "A4", "A5", "A6"])
+def test_the_ablations_of_table_6_are_the_plain_computation(make, form):
+    network, batch, anchor = task(make)
+    local, proximal = losses(network, batch, anchor)
+    w, rho, beta = network.weights.clone(), 0.7, 0.4
+    along_p = w + of_length(gradient(proximal, w), rho)
+    along_both = w + of_length(gradient(proximal, w) + gradient(local, w), rho)
+    f, p = {"A1": (along_p, None), "A2": (w, along_p), "A3": (along_p, along_p), "A4": (along_both, along_both),
+            "A5": (w, w), "A6": (along_p, w)}[form]  # fmt: skip
+    expected = gradient(local, f) + (0 if p is None else beta * gradient(proximal, p))
+    ours = descent(AblatedAscent(Distillation(3.0), rho, form=form, beta=beta), network, batch, anchor)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Other ascents
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@NETWORKS
+@pytest.mark.parametrize(
+    "part",
+    [
+        Ascent(0.3), AdaptiveAscent(0.3), LookbackAscent(0.3), InterpolatedAscent(0.3), MetaStep(0.3),
+        ProximalAscent(rho=0.3), ProximalAscent(rho=0.3, scope="head"), ProximalAscent(rho=0.3, scope="body"),
+        AblatedAscent(rho=0.3, form="A3"), AblatedAscent(rho=0.3, form="A4"), ConsensusAscent(0.3),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_after_an_ascent_the_weights_are_what_they_were_to_the_bit(make, part):
+    network, batch, anchor = task(make, torch.float32)
+    sent = {"weights": anchor, "perturbation": anchor, "ahead": anchor, "mix": torch.tensor([0.3])}
+    memory = {"dual": 0.1 * anchor, "seen": network.weights + 1}
+    rule = part.plan(LocalRule(0.1, 1, layout=network.layout, head=network.head), sent, memory)
+    before = network.weights.clone()
+    with network.listening(features=True) as tap:
+        slope = Slope(network, network.frozen(), rule, F.cross_entropy, tap).at(batch)
+        rule.ascent(slope, rule.carry)
+    assert torch.equal(network.weights, before)
+
+
+def test_fedsmoo_perturbs_by_rho_along_g_minus_dual_minus_s_and_integrates_it():
+    network, batch, anchor = task(mlp)
+    local, _ = losses(network, batch, anchor)
+    w, dual, s = network.weights.clone(), 0.05 * anchor, 0.02 * anchor.flip(0)
+    rule = ConsensusAscent(0.3).plan(LocalRule(1.0, 2), {"perturbation": s}, {"dual": dual})
+    outcome = local_train(network, None, w, rule, [batch, batch], F.cross_entropy)
+    for _ in range(2):
+        q = gradient(local, w) - dual - s
+        ascent = 0.3 * q / (q.norm() + 1e-7)
+        w, dual = w - gradient(local, w + ascent), dual + ascent - s
+    torch.testing.assert_close(outcome.carry["dual"], dual, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(network.weights, w, rtol=1e-12, atol=1e-12)
+
+
+def test_fedsmoos_perturbation_has_length_rho_in_every_step():
+    network, batch, anchor = task(mlp)
+    start, seen = network.weights.clone(), []
+    hook = network.head_module.register_forward_hook(lambda *_: seen.append(network.weights.clone()))
+    sent, memory = {"perturbation": torch.zeros_like(anchor)}, {"dual": torch.zeros_like(anchor)}
+    local_train(
+        network, None, start, ConsensusAscent(0.3).plan(LocalRule(0.1, 4), sent, memory), [batch] * 4, F.cross_entropy
+    )
+    hook.remove()
+    lengths = [float((there - here).norm()) for here, there in zip(seen[::2], seen[1::2], strict=True)]
+    assert lengths == pytest.approx([0.3] * 4, rel=1e-5)
+
+
+def test_fedlesam_looks_back_to_the_model_that_the_client_saw_last():
+    part, rule = LookbackAscent(0.5), LocalRule(0.1, 1)
+    first, later = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([1.0, 5.0, 6.0])
+    memory = part.first_memory(first)
+    assert not part.plan(rule, {"weights": first}, memory).carry["lookback"].any()
+    memory, uploads = part.settle({"weights": first}, memory, None)
+    assert not uploads
+    lookback = part.plan(rule, {"weights": later}, memory).carry["lookback"]
+    torch.testing.assert_close(lookback, 0.5 * torch.tensor([0.0, -3.0, -4.0]) / 5)
+
+
+def test_fedgf_takes_the_gradient_between_the_clients_and_the_servers_perturbation():
+    network, batch, anchor = task(mlp)
+    local, _ = losses(network, batch, anchor)
+    w, mix = network.weights.clone(), torch.tensor([0.25], **DOUBLE)
+    rule = InterpolatedAscent(0.3).plan(LocalRule(1.0, 1), {"ahead": anchor, "mix": mix}, {})
+    ours = -local_train(network, None, w, rule, [batch], F.cross_entropy).delta
+    own = w + 0.3 * gradient(local, w) / gradient(local, w).norm()
+    torch.testing.assert_close(ours, gradient(local, 0.25 * anchor + 0.75 * own), rtol=1e-6, atol=1e-8)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# MAN
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def penalty(module, x):
+    """mean(a²) of each layer as MAN reports it."""
+    network = Network(deepcopy(module), torch.float64)
+    rule = ActivationNorm(0.1).plan(LocalRule(0.1, 1), {}, {})
+    return local_train(network, None, network.weights.clone(), rule, [(x, x.sum(1).long() * 0)], F.cross_entropy).notes
+
+
+def test_mans_penalty_depends_on_neither_batch_size_nor_width():
+    torch.manual_seed(0)
+    x = torch.randn(8, 5, **DOUBLE)
+    narrow, wide = (nn.Sequential(nn.Linear(5, n), nn.ReLU(), nn.Linear(n, 3)) for n in (6, 12))
+    with torch.no_grad():
+        for kind in ("weight", "bias"):
+            getattr(wide[0], kind).copy_(torch.cat([getattr(narrow[0], kind)] * 2))
+    expected = penalty(narrow, x)
+    assert expected["activation/1"] > 0
+    assert penalty(narrow, torch.cat([x, x])) == pytest.approx(expected, rel=1e-12)
+    assert penalty(wide, x) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("width", [500, 1000])
+@pytest.mark.parametrize("batch", [200, 400])
+def test_mans_penalty_of_independent_activations_is_their_second_moment(width, batch):
+    # x ~ N(0, 1) through an identity has E[relu(x)²] = 1/2, with a standard error of √(5/4 / (batch · width)).
+    module = nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU(), nn.Linear(width, 2))
+    nn.init.eye_(module[0].weight)
+    x = torch.randn(batch, width, generator=torch.Generator().manual_seed(width + batch), **DOUBLE)
+    assert penalty(module, x)["activation/1"] == pytest.approx(0.5, abs=4 * math.sqrt(1.25 / (batch * width)))
+
+
+@NETWORKS
+def test_mans_gradient_is_that_of_finite_differences(make):
+    network, (x, y), _ = task(make)
+    start, h = network.weights.clone(), 1e-6
+    ours = descent(ActivationNorm(0.7), network, (x, y), start)
+
+    @torch.no_grad()
+    def objective(w):
+        logits, activations = forward(network, w, x)
+        return F.cross_entropy(logits, y) + 0.35 * sum(a.square().mean() for a in activations)
+
+    for i in range(0, network.size, 5):
+        unit = torch.zeros_like(start)
+        unit[i] = h
+        assert float(ours[i]) == pytest.approx(
+            float(objective(start + unit) - objective(start - unit)) / (2 * h), abs=1e-7
+        )
+
+
+def test_activations_shrink_as_zeta_grows(digits):
+    def norm(zeta):
+        module = models.build("mlp", (1, 8, 8), 10, hidden=(16,))
+        method = ActivationNorm(zeta)
+        history = train(digits, module, method, rounds=3, cohort=8, evaluation_every=0, engine="inline").history
+        return history[-1]["activation/relu1"]
+
+    norms = [norm(zeta) for zeta in (0.0, 0.05, 0.3, 1.0)]
+    assert norms == sorted(norms, reverse=True)
+    assert norms[-1] < 0.5 * norms[0]
+
+
+def test_mans_official_list_for_convnet_gn_is_conv1_conv2_fc1_fc2_and_the_variance_of_fc2():
+    network = Network(models.build("convnet-gn", (1, 8, 8), 10), torch.float64)
+    chance = torch.Generator().manual_seed(0)
+    x, y = torch.randn(4, 1, 8, 8, generator=chance, **DOUBLE), torch.arange(4)
+    ours = descent(ActivationNorm(0.4, "official_convnet"), network, (x, y), network.weights)
+    layers, hidden = dict(network.module.named_children()), []
+
+    def through(*names):
+        nonlocal x
+        for name in names:
+            x = layers[name](x)
+
+    through("colour")
+    for n in (1, 2, 3):
+        through(f"conv{n}", f"norm{n}")
+        hidden.append(x.relu())
+        x = F.max_pool2d(hidden[-1], 2)
+    through("flatten", "fc1")
+    hidden.append(x.relu())
+    x = hidden[-1]
+    through("fc2")
+    hidden.append(x.relu())
+    x = hidden[-1]
+    through("head")
+    conv1, conv2, _, fc1, fc2 = (a.square().mean() for a in hidden)
+    objective = F.cross_entropy(x, y) + 0.2 * (conv1 + conv2 + fc1 + fc2 + hidden[-1].var(dim=0).mean())
+    torch.testing.assert_close(ours, network.differentiate(objective), rtol=1e-10, atol=1e-12)
+
+
+def test_mans_official_list_is_refused_for_other_networks():
+    network, batch, anchor = task(mlp)
+    with pytest.raises(RecipeError, match=r"official_convnet.*2 activations"):
+        descent(ActivationNorm(0.4, "official_convnet"), network, batch, anchor)
+
+
+@pytest.mark.parametrize(("name", "count"), [("resnet18-gn", 17), ("vgg11", 10), ("sl-vit", 9)])
+def test_man_counts_every_activation_of_the_large_networks(name, count):
+    network = Network(models.build(name, (1, 8, 8), 10))
+    batch = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1])
+    rule = ActivationNorm(0.1).plan(LocalRule(0.1, 1), {}, {})
+    outcome = local_train(network, None, network.weights.clone(), rule, [batch], F.cross_entropy)
+    activations = [m for m in network.module.modules() if isinstance(m, nn.ReLU | nn.GELU)]
+    assert len(outcome.notes) == len(activations) == count
+    assert all(value > 0 for value in outcome.notes.values())
+    assert torch.isfinite(outcome.delta).all() and outcome.delta.any()
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_the_curvature_of_a_layer_is_bounded_by_its_inputs_norm(digits, activation):
+    # The Hessian block of z = W a is E[∇²_z ℓ ⊗ a aᵀ], so λ_max ≤ E[‖a‖² λ_max(∇²_z ℓ)]: what MAN makes small.
+    torch.manual_seed(0)
+    first, second, third = (nn.Linear(*s, bias=False) for s in ((16, 8), (8, 6), (6, 10)))
+    coarse = nn.Sequential(nn.AvgPool2d(2), nn.Flatten())
+    module = nn.Sequential(coarse, first, activation(), second, activation(), third)
+    settings = dict(precision="float64", rounds=5, evaluation_every=0, engine="inline")
+    module = train(digits, module, "man(0.05)", **settings).model
+    x, y = digits.as_dtype(torch.float64).held_out("train", 0, 120)
+    blocks = []
+    for layer in (1, 3, 5):
+        a, rest = module[:layer](x).detach(), module[layer + 1 :]
+
+        def loss(z, y, rest=rest):
+            return F.cross_entropy(rest(z), y)
+
+        weight = module[layer].weight.detach()
+        block = hessian(lambda w, a=a, loss=loss: loss(a @ w.T, y))(weight)
+        curvature = vmap(hessian(loss))(a @ weight.T, y)
+        torch.testing.assert_close(block, torch.einsum("nop,ni,nj->oipj", curvature, a, a) / len(a))
+        top = torch.linalg.eigvalsh(block.reshape(weight.numel(), -1))[-1]
+        tops = torch.linalg.eigvalsh(curvature)[:, -1].clamp(min=0)
+        bound = (a.square().sum(1) * tops).mean()
+        assert 0 < top <= bound
+        blocks.append((top, a.square().sum(1).mean()))
+    top, norm = blocks[-1]
+    assert top <= norm / 2  # the softmax's own curvature is at most 1/2
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The top eigenvalue
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def curved():
+    """A small smooth problem, trained a little, and its loss as a function of the weights."""
+    torch.manual_seed(1)
+    network = Network(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), torch.float64)
+    x, y = 2 * torch.randn(20, 3, **DOUBLE), torch.arange(20) % 3
+    return network, (x, y), lambda w: F.cross_entropy(forward(network, w, x)[0], y)
+
+
+def test_the_noted_eigenvalue_converges_to_that_of_the_dense_hessian():
+    network, batch, loss = curved()
+    rule = TopEigenvalue(0.1, steps=300).plan(LocalRule(0.1, 1), {"weights": network.weights}, {})
+    eigenvalues = torch.linalg.eigvalsh(hessian(loss)(network.weights.clone()))
+    outcome = local_train(network, None, network.weights.clone(), rule, [batch], F.cross_entropy)
+    assert outcome.notes["top eigenvalue"] == pytest.approx(float(eigenvalues[-1]), rel=1e-8)
+
+
+def test_its_gradient_is_that_of_finite_differences_along_the_fixed_eigenvector():
+    network, batch, loss = curved()
+    start, h, weight = network.weights.clone(), 1e-4, 0.3
+    rule = TopEigenvalue(weight, steps=5).plan(LocalRule(1.0, 1), {"weights": start}, {})
+    ours = -local_train(network, None, start, rule, [batch], F.cross_entropy).delta - gradient(loss, start)
+    v = rule.terms[0].vector
+
+    def curvature(w):
+        return v @ hessian(loss)(w) @ v
+
+    for seed in range(5):
+        direction = torch.randn(network.size, generator=torch.Generator().manual_seed(seed), **DOUBLE)
+        slope = (curvature(start + h * direction) - curvature(start - h * direction)) / (2 * h)
+        assert float(ours @ direction) == pytest.approx(weight * float(slope), rel=1e-5, abs=1e-8)
+
+
+def test_penalising_it_ends_in_a_flatter_place():
+    tops = []
+    for weight in (0.0, 0.3):
+        network, batch, loss = curved()
+        rule = TopEigenvalue(weight).plan(LocalRule(0.3, 50), {"weights": network.weights}, {})
+        local_train(network, None, network.weights.clone(), rule, [batch] * 50, F.cross_entropy)
+        tops.append(float(torch.linalg.eigvalsh(hessian(loss)(network.weights.clone()))[-1]))
+    assert 0 < tops[1] < 0.8 * tops[0]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The server, by hand
+# --------------------------------------------------------------------------------------------------------------------
+
+W = torch.tensor([1.0, -2.0], **DOUBLE)
+MOVES = [torch.tensor(v, **DOUBLE) for v in ([0.5, -0.1], [-0.25, 0.3], [0.125, 0.2])]
+
+
+def served(part, moves=MOVES):
+    """The server's state round after round, when the averages of the rounds are given."""
+    state = ServerState(W, W[:0], W * 0, part.first_state(W), 0, 10)
+    for round, move in enumerate(moves):
+        uploads = Uploads([Upload(0, 1, 1, 0.1, 0.0, move)], "uniform")
+        state = part.merge(ServerState(state.weights, W[:0], move, state.vectors, round, 10), uploads)
+        state = ServerState(state.arrival, W[:0], state.move, state.vectors, round + 1, 10)
+        yield state
+
+
+@pytest.mark.parametrize(
+    ("rule", "second"),
+    [
+        ("adam", lambda v, u: 0.8 * v + 0.2 * u**2),
+        ("yogi", lambda v, u: v - 0.2 * u**2 * math.copysign(1, v - u**2)),
+        ("adagrad", lambda v, u: v + u**2),
+    ],
+)
+def test_the_adaptive_servers_have_the_moments_of_the_paper(rule, second):
+    states = served(AdaptiveServer(rule, server_lr=0.3, beta1=0.6, beta2=0.8, tau=0.05, v0=0.04))
+    w, m, v = W.tolist(), [0.0, 0.0], [0.04, 0.04]
+    for state, u in zip(states, MOVES, strict=True):
+        for i in range(2):
+            m[i] = 0.6 * m[i] + 0.4 * float(u[i])
+            v[i] = second(v[i], float(u[i]))
+            w[i] += 0.3 * m[i] / (math.sqrt(v[i]) + 0.05)
+        assert state.weights.tolist() == pytest.approx(w, rel=1e-12)
+
+
+def test_fedavgm_is_heavy_ball():
+    w, m = W, 0 * W
+    for state, move in zip(served(ServerMomentum(0.9)), MOVES, strict=True):
+        m = 0.9 * m + move
+        w = w + m
+        torch.testing.assert_close(state.weights, w)
+
+
+def test_fednsam_starts_ahead_and_keeps_the_old_momentum():
+    part = ServerMomentum(0.85, lookahead=True)
+    w, m = W, 0 * W
+    for state, move in zip(served(part), MOVES, strict=True):
+        m = 0.85 * m + move
+        w = w + m
+        torch.testing.assert_close(state.weights, w)
+        torch.testing.assert_close(part.send(state)["weights"], w + 0.85 * m)
+
+
+def test_fedswas_server_goes_further_than_the_average():
+    first, *_ = served(ServerStep(1.5))
+    torch.testing.assert_close(first.weights, W + 1.5 * MOVES[0])
+
+
+def test_fedswas_rate_falls_linearly_within_the_round():
+    rule = FallingRate(0.1).plan(LocalRule(0.5, 20), {}, {})
+    assert rule.lr_at(0) == 0.5
+    assert rule.lr_at(10) == pytest.approx(0.5 * 0.55)
+    assert rule.lr_at(19) == pytest.approx(0.5 * (1 - 0.9 * 19 / 20))
+    steps = [rule.lr_at(k) - rule.lr_at(k + 1) for k in range(19)]
+    assert steps == pytest.approx([steps[0]] * 19)
+    w = W.clone()
+    step(w, torch.ones_like(W), None, rule, k=19)
+    torch.testing.assert_close(w, W - rule.lr_at(19))
+
+
+def test_swa_shows_the_mean_of_the_models_since_its_start():
+    part, models = WeightAveraging(start=2), []
+    states = served(part, [*MOVES, *MOVES])
+    for done, state in enumerate(states, start=1):
+        models.append(state.weights)
+        torch.testing.assert_close(part.shown(state), torch.stack(models[2:] if done > 2 else models[-1:]).mean(0))
+
+
+def test_swa_takes_every_second_model_if_told_so():
+    part = WeightAveraging(start=1, every=2)
+    models = [(state.weights, part.shown(state)) for state in served(part, [*MOVES, *MOVES])]
+    torch.testing.assert_close(models[1][1], models[0][0])
+    torch.testing.assert_close(models[2][1], models[2][0])
+    torch.testing.assert_close(models[5][1], (models[2][0] + models[4][0]) / 2)
+
+
+def test_fedgloss_sends_a_point_uphill_and_steps_from_the_point_below():
+    part = ServerAscent(0.2)
+    assert torch.equal(part.send(ServerState(W, W[:0], 0 * W, part.first_state(W), 0, 10))["weights"], W)
+    for state, move in zip(served(part), MOVES, strict=True):
+        torch.testing.assert_close(
+            part.send(state)["weights"], state.weights - 0.2 * move / move.norm(), rtol=1e-6, atol=0
+        )
+
+
+def test_fedgloss_ramps_its_radius():
+    part = ServerAscent(0.5, start=0.1, ramp=4)
+    radii = []
+    for round in range(7):
+        state = ServerState(0 * W, W[:0], 0 * W, {"pseudo_gradient": W}, round, 10)
+        radii.append(float(part.send(state)["weights"].norm()))
+    assert radii == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5], rel=1e-6)
+
+
+def test_fedcms_direction_is_the_mean_gradient_of_the_round():
+    uploads = [Upload(0, 30, 5, 0.1, 0.0, MOVES[0]), Upload(1, 10, 2, 0.1, 0.0, MOVES[1])]
+    part = ClientMomentum(0.2)
+    state = part.merge(ServerState(W, W[:0], 0 * W, part.first_state(W), 0, 10), Uploads(uploads, "samples"))
+    expected = -(0.75 * MOVES[0] / (5 * 0.1) + 0.25 * MOVES[1] / (2 * 0.1))
+    torch.testing.assert_close(state["direction"], expected)
+    rule = part.plan(LocalRule(0.1, 1), part.send(state), {})
+    assert rule.scale == 0.2
+    torch.testing.assert_close(rule.pull, 0.8 * expected)
+
+
+def walked(rule, drift=1.0):
+    """How far a client goes whose loss has the gradient 1 everywhere."""
+    w, velocity = torch.zeros(1, **DOUBLE), torch.zeros(1, **DOUBLE)
+    for k in range(rule.steps):
+        step(w, torch.full_like(w, drift), velocity, rule, k)
+    return float(w)
+
+
+@pytest.mark.parametrize("rule", [LocalRule(0.1, 7), LocalRule(0.1, 7, momentum=0.9), LocalRule(0.1, 7, decay=0.5)])
+def test_fednovas_normaliser_counts_what_a_unit_gradient_amounts_to(rule):
+    a, tau = NormalisedAveraging().settle({}, {}, Outcome(W, 0.0, rule, {}, {}))[1]["normaliser"].tolist()
+    assert a == pytest.approx(-walked(rule) / rule.lr, rel=1e-12)
+    assert tau == pytest.approx(7 if rule.decay else a)
+
+
+@pytest.mark.parametrize("facts", [dict(), dict(momentum=0.9), dict(decay=0.5)])
+def test_fednova_averages_updates_per_step(facts):
+    part, uploads, total, tau = NormalisedAveraging(), [], 0 * W, 0.0
+    for client, (steps, samples) in enumerate([(3, 20), (8, 60), (5, 20)]):
+        rule, p = LocalRule(0.1, steps, **facts), samples / 100
+        sent = part.settle({}, {}, Outcome(MOVES[client], 0.0, rule, {}, {}))[1]
+        uploads.append(Upload(client, samples, steps, 0.1, 0.0, MOVES[client], sent))
+        a = -walked(rule) / 0.1
+        total = total + p * MOVES[client] / a
+        tau += p * (steps if "decay" in facts else a)
+    state = part.merge(ServerState(W, W[:0], 0 * W, {}, 0, 10), Uploads(uploads, "samples"))
+    torch.testing.assert_close(state.move, tau * total, rtol=1e-12, atol=0)
