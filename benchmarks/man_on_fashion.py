@@ -3,7 +3,7 @@
     FEDFLAT_DATA=… python benchmarks/man_on_fashion.py [--rounds 20]
 
 100 clients (Dirichlet 0.3), 10 a round, the FedAvg-CNN for 28 pixels, one local epoch; the Hessian of the mean loss of
-2,000 fixed training samples. Writes docs/figures/man.png and prints a Markdown table.
+1,000 fixed training samples. Writes docs/figures/man.png and prints a Markdown table.
 """
 
 import argparse
@@ -28,9 +28,9 @@ def measure(zeta: float, rounds: int) -> dict[str, float]:
     problem, recipe = prepare(load(None, overrides))
     result = execute(problem, recipe)
     norms = [value for name, value in result.history[-1].items() if name.startswith("activation/")]
-    batches = [problem.federation.held_out("train", start, start + 500) for start in range(0, 2000, 500)]
+    batches = [problem.federation.held_out("train", start, start + 500) for start in range(0, 1000, 500)]
     hessian = Hessian(result.model, problem.loss, batches)
-    spread = trace(hessian, probes=20)
+    spread = trace(hessian, probes=12)
     return {
         "zeta": zeta,
         "accuracy": result.accuracy,

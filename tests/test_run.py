@@ -127,6 +127,19 @@ def test_a_users_own_part_model_data_and_callback_take_a_few_lines():
     assert shifted.model.weight.mean() < 0
 
 
+def test_a_saved_split_can_be_trained_on(tmp_path, digits):
+    from fedflat.federation import partition
+
+    partition.save(tmp_path / "split.npz", [shard.numpy() for shard in digits.shards])
+    _, recipe = prepare(load(None, [f"split={tmp_path / 'split.npz'}"]))
+    federation = federate("digits", str(tmp_path / "split.npz"))
+    assert recipe.split.clients == federation.clients == digits.clients
+    assert all(torch.equal(a, b) for a, b in zip(federation.shards, digits.shards, strict=True))
+    partition.save(tmp_path / "far.npz", [digits.shards[0].numpy() + 10_000])
+    with pytest.raises(FedflatError, match=r"far\.npz: not a split of the 1442 training samples of digits"):
+        federate("digits", str(tmp_path / "far.npz"))
+
+
 def test_training_in_float64_is_training_in_float64(digits):
     result = train(digits, rounds=1, precision="float64", engine="inline")
     assert next(result.model.parameters()).dtype == torch.float64

@@ -85,7 +85,7 @@ def train(
     table["split"] = {"name": "given", "clients": federation.clients}
     recipe = validated(table)
     problem = assemble(recipe, federation, model if isinstance(model, nn.Module) else None, parse(method), loss)
-    return execute(problem, recipe, Path(out) if out else None, callbacks)
+    return execute(problem, _in_full(recipe, federation), Path(out) if out else None, callbacks)
 
 
 def _sections(settings: dict[str, Any]) -> Record:
@@ -109,6 +109,7 @@ def _fields(section: str) -> list[str]:
 def prepare(recipe: Recipe, loss: Loss = F.cross_entropy) -> tuple[Problem, Recipe]:
     """What a recipe describes, and the recipe with every default filled in."""
     method = parse(recipe.method)
+    recipe = recipe.model_copy(update={"method": spell(recipe.method)})
     federation = gather(recipe)
     return assemble(recipe, federation, None, method, loss), _in_full(recipe, federation)
 
@@ -146,8 +147,10 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
 
 
 def _in_full(recipe: Recipe, federation: Federation) -> Recipe:
-    """The recipe with the defaults of its split, data set, model, method and engine written out."""
-    split = _defaults(SPLITS[recipe.split.name], recipe.split.options())
+    """The recipe with the defaults of its split, data set, model and engine written out."""
+    split = recipe.split.options()
+    if recipe.split.name in SPLITS:
+        split = _defaults(SPLITS[recipe.split.name], split)
     split |= {"clients": federation.clients, "seed": _split_seed(recipe)}
     own = recipe.model.name not in models.MODELS
     model = recipe.model.options() if own else _defaults(models.MODELS[recipe.model.name], recipe.model.options())
@@ -156,7 +159,7 @@ def _in_full(recipe: Recipe, federation: Federation) -> Recipe:
     table = recipe.model_dump(exclude_none=True)
     for section, filled in ("data", data), ("split", split), ("model", model):
         table[section] |= filled
-    return validated(table | {"method": spell(recipe.method), "engine": {"name": kind, "workers": workers}})
+    return validated(table | {"engine": {"name": kind, "workers": workers}})
 
 
 def _defaults(function: Callable[..., Any], given: Record) -> Record:

@@ -27,12 +27,12 @@ def run(
     chosen = [[f"method={json.dumps(name)}"] for name in method or []] or [[]]
     recipes = [load(recipe, [*(set_ or []), *one]) for one in chosen]
 
-    from fedflat.methods import spell
+    from fedflat.methods import parse
     from fedflat.report.display import RoundProgress, comparison
     from fedflat.run import execute, prepare
 
     for each in recipes:
-        spell(each.method)
+        parse(each.method)
     base = out_dir or _free_directory()
     results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
     for each in recipes:

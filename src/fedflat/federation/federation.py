@@ -110,7 +110,7 @@ def federate(
     std: tuple[float, ...] | None = None,
     **options: Any,
 ) -> Federation:
-    """A data set by name (or your own `Dataset`) divided among clients.
+    """A data set by name (or your own `Dataset`) divided among clients, by a split's name or a saved split's .npz file.
 
     >>> federation = federate("digits", split="dirichlet", clients=20, alpha=0.1)
     >>> federation.clients, sum(federation.samples(i) for i in range(20)) == len(federation.dataset.train.labels)
@@ -119,16 +119,19 @@ def federate(
     dataset = load(data, directory) if isinstance(data, str) else data
     dataset = replace(dataset, mean=mean or dataset.mean, std=std or dataset.std)
     train = dataset.train
-    groups = None if train.groups is None else train.groups.numpy()
-    chance = numpy_generator(seed, "partition")
-    shards = partition.partition(split, train.labels.numpy(), clients, chance, groups=groups, **options)
+    if split.endswith(".npz"):
+        shards = _saved(split, dataset)
+    else:
+        groups = None if train.groups is None else train.groups.numpy()
+        chance = numpy_generator(seed, "partition")
+        shards = partition.partition(split, train.labels.numpy(), clients, chance, groups=groups, **options)
     return Federation(dataset, tuple(map(torch.from_numpy, shards)), augment or Augment())
 
 
-def from_shards(dataset: Dataset, path: Path) -> tuple[Tensor, ...]:
-    """The shards of a saved partition, checked against the data set."""
+def _saved(path: str, dataset: Dataset) -> partition.Shards:
+    """A partition that `fedflat split --save` wrote, checked against the data set."""
     shards = partition.load(path)
     size = len(dataset.train.labels)
-    if any(shard.size and (shard.min() < 0 or shard.max() >= size) for shard in shards):
-        raise SplitError(f"{path}: its indices go beyond the {size} training samples of {dataset.name}")
-    return tuple(map(torch.from_numpy, shards))
+    if any(shard.size == 0 or shard.min() < 0 or shard.max() >= size for shard in shards):
+        raise SplitError(f"{path}: not a split of the {size} training samples of {dataset.name}")
+    return shards
