@@ -114,3 +114,19 @@ def test_batch_norm_statistics_are_averaged_or_kept_or_refused(digits):
 def test_federations_can_be_larger_than_the_cohort_ever_is():
     federation = federate("digits", "iid", 300)
     assert len(train(federation, rounds=2, cohort=3, engine="pool").history) == 2
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedsam", "fedsol(scope='head') + man(0.1)", "moon"])
+def test_bf16_computes_in_bfloat16_and_keeps_everything_else_in_float32(digits, method):
+    settings = dict(model="mlp", method=method, rounds=3, cohort=5, epochs=2, batch=16)
+    full, half, pooled = (
+        train(digits, **settings, precision=precision, engine=engine)
+        for precision, engine in (("float32", "inline"), ("bf16", "inline"), ("bf16", "pool"))
+    )
+    assert fingerprint(half) == fingerprint(pooled)
+    assert next(half.model.parameters()).dtype == torch.float32
+    full_weights, half_weights = (
+        torch.cat([p.detach().flatten() for p in result.model.parameters()]) for result in (full, half)
+    )
+    difference = float((full_weights - half_weights).norm() / full_weights.norm())
+    assert 1e-6 < difference < 0.05

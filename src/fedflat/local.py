@@ -203,7 +203,7 @@ class Slope:
         with self._moved(offset, None, self.network.head):
             if self._kept is None or self._kept.features is None:
                 return self.network.differentiate(self._objective(None, True))
-            logits = self.network.head_module(self._kept.features)
+            logits = self._tap.through(self.network.head_module, self._kept.features)
             return self.network.differentiate(self._objective(None, True, replace(self._kept, logits=logits)))
 
     @contextmanager

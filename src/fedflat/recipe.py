@@ -127,7 +127,9 @@ class Recipe(Section):
 
     seed: int = Field(0, ge=0, description="seed of everything drawn")
     method: Any = Field("fedavg", description="a name, a sum such as 'feddyn + man(0.15)', a table or a list")
-    precision: Literal["float32", "float64"] = Field("float32", description="numbers of weights and samples")
+    precision: Literal["float32", "float64", "bf16"] = Field(
+        "float32", description="numbers of weights and samples; bf16 computes passes in bfloat16, the rest in float32"
+    )
     data: Data = Data()
     split: Split = Split()
     model: Model = Model()

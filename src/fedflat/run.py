@@ -35,7 +35,7 @@ from fedflat.server import RoundReport, cohort_size, conduct, draw_cohort, first
 from fedflat.vector import Network
 
 Callback = Callable[[Record], None]
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
         shape, classes = federation.dataset.shape, federation.dataset.classes
         chance = generator(recipe.seed, "weights")
         module = models.build(recipe.model.name, shape, classes, chance, **recipe.model.options())
-    network = Network(module, dtype)
+    network = Network(module, dtype, autocast=recipe.precision == "bf16")
     federation = federation.as_dtype(dtype)
     return Problem(federation, network, method, recipe.local, recipe.seed, loss, buffers=recipe.model.buffers)
 

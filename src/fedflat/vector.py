@@ -80,7 +80,8 @@ class Watched(torch.autograd.Function):
 
     @staticmethod
     def forward(a: Tensor) -> tuple[Tensor, Tensor]:
-        return a.view_as(a), torch.linalg.vector_norm(a).square() / a.numel()
+        norm = torch.linalg.vector_norm(a, dtype=torch.promote_types(a.dtype, torch.float32))
+        return a.view_as(a), norm.square() / a.numel()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
@@ -95,11 +96,17 @@ class Watched(torch.autograd.Function):
 class Network:
     """A module whose parameters live in `weights` and whose gradients land in `gradient`.
 
+    With `autocast` its passes compute in bfloat16 where torch deems that safe; weights, gradients and logits stay as
+    they are.
+
     `head` is the slice of the last linear layer, whose output must be the module's; the rest is the body. Floating
     buffers (batch-norm statistics) live in the vector `buffers`; integer ones are counters and stay with the module.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu", autocast: bool = False
+    ) -> None:
+        self.autocast = autocast
         self.module = module.to(device=device, dtype=dtype)
         self.layout = Layout.of(self.module.named_parameters())
         self.buffer_layout = Layout.of((n, b) for n, b in self.module.named_buffers() if b.is_floating_point())
@@ -128,7 +135,7 @@ class Network:
 
     def frozen(self) -> Network:
         """A second network of the same shape in evaluation mode, to run a reference model on the same batch."""
-        twin = Network(copy.deepcopy(self.module), self.weights.dtype, str(self.weights.device))
+        twin = Network(copy.deepcopy(self.module), self.weights.dtype, str(self.weights.device), self.autocast)
         twin.module.eval().requires_grad_(False)
         return twin
 
@@ -154,7 +161,7 @@ class Network:
     @contextmanager
     def listening(self, features: bool = False, activations: bool = False) -> Iterator[Tap]:
         """Within this context a pass also shows what enters the head, or what leaves each activation module."""
-        tap = Tap(self.module)
+        tap = Tap(self)
         with ExitStack() as hooks:
             if features:
                 hooks.callback(self.head_module.register_forward_pre_hook(tap.enter_head).remove)
@@ -165,18 +172,27 @@ class Network:
 
 
 class Tap:
-    """Runs a module and keeps what its hooks saw in that pass."""
+    """Runs a network and keeps what its hooks saw in that pass."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, network: Network) -> None:
+        self._network = network
         self._features: Tensor | None = None
         self._activations: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
 
     def __call__(self, inputs: Tensor) -> Forward:
         self._features, self._activations, self._squares = None, {}, {}
-        logits = self._module(inputs)
+        logits = self.through(self._network.module, inputs)
         return Forward(logits, self._features, self._activations, self._squares)
+
+    def through(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """A pass through the network or its head, in the network's precision."""
+        if not self._network.autocast:
+            output: Tensor = module(inputs)
+            return output
+        with torch.autocast(inputs.device.type, torch.bfloat16):
+            output = module(inputs)
+        return output.to(self._network.weights.dtype)
 
     def enter_head(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         self._features = arguments[0]
