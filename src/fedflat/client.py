@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedflat.errors import RecipeError
 from fedflat.federation.federation import Federation, batch_indices, batch_steps
-from fedflat.local import LocalRule, Loss, Vectors, train
+from fedflat.group import can_share, train_together
+from fedflat.local import LocalRule, Loss, Outcome, Vectors, train
 from fedflat.method import Method
 from fedflat.metrics import Score, score
 from fedflat.parts import Upload
-from fedflat.randomness import generator
+from fedflat.randomness import generator, key
 from fedflat.recipe import Local
 from fedflat.vector import Network
 
@@ -34,6 +36,7 @@ class Problem:
     loss: Loss = F.cross_entropy
     shuffle: bool = True
     buffers: BufferPolicy = "average"
+    group: int = 1
 
     def __post_init__(self) -> None:
         if self.buffers == "refuse" and self.network.buffer_layout.shapes:
@@ -69,21 +72,48 @@ class Worker:
     def turn(self, brief: Brief, client: int, memory: Vectors | None) -> Upload:
         """One client's round; `memory` is None if the client never took part before."""
         problem, network, sent = self.problem, self.problem.network, brief.sent
-        memory = self._first_memory(sent) if memory is None else memory
-        rule = problem.method.plan(self._rule(brief, client), sent, memory)
+        memory, rule = self._plan(brief, client, memory)
         if network.buffers.numel():
             network.buffers.copy_(memory.get("buffers", sent["buffers"]))
             if self._reference is not None:
                 self._reference.buffers.copy_(network.buffers)
-        outcome = train(
-            network, self._reference, sent["weights"], rule, self._batches(brief, client, rule), problem.loss
-        )
-        kept, vectors = problem.method.settle(sent, memory, outcome)
-        if network.buffers.numel():
-            (kept if "buffers" in memory else vectors)["buffers"] = network.buffers.clone()
-        samples = problem.federation.samples(client)
+        batches = self._batches(brief, client, rule)
+        # Dropout draws from the global generator: lend it one that belongs to this turn.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(key(problem.seed, "dropout", brief.round, client))
+            outcome = train(network, self._reference, sent["weights"], rule, batches, problem.loss)
+        return self._settle(brief, client, memory, outcome)
+
+    def turns(self, brief: Brief, clients: Sequence[int], memories: Sequence[Vectors | None]) -> list[Upload]:
+        """The rounds of several clients, in common steps if their rules allow it and one by one if not."""
+        plans = [self._plan(brief, client, memory) for client, memory in zip(clients, memories, strict=True)]
+        rules = [rule for _, rule in plans]
+        if len(clients) == 1 or self.problem.loss is not F.cross_entropy or not can_share(self.problem.network, rules):
+            return [self.turn(brief, client, memory) for client, memory in zip(clients, memories, strict=True)]
+        streams = [self._batches(brief, client, rule) for client, rule in zip(clients, rules, strict=True)]
+        outcomes = train_together(self.problem.network, brief.sent["weights"], rules, streams)
+        planned = zip(clients, plans, outcomes, strict=True)
+        return [self._settle(brief, client, memory, outcome) for client, (memory, _), outcome in planned]
+
+    def _plan(self, brief: Brief, client: int, memory: Vectors | None) -> tuple[Vectors, LocalRule]:
+        known = self._first_memory(brief.sent) if memory is None else memory
+        return known, self.problem.method.plan(self._rule(brief, client), brief.sent, known)
+
+    def _settle(self, brief: Brief, client: int, memory: Vectors, outcome: Outcome) -> Upload:
+        problem, rule, buffers = self.problem, outcome.rule, self.problem.network.buffers
+        kept, vectors = problem.method.settle(brief.sent, memory, outcome)
+        if buffers.numel():
+            (kept if "buffers" in memory else vectors)["buffers"] = buffers.clone()
         return Upload(
-            client, samples, rule.steps, rule.mean_lr, outcome.loss, outcome.delta, vectors, kept, outcome.notes
+            client=client,
+            samples=problem.federation.samples(client),
+            steps=rule.steps,
+            lr=rule.mean_lr,
+            loss=outcome.loss,
+            delta=outcome.delta,
+            vectors=vectors,
+            memory=kept,
+            notes=outcome.notes,
         )
 
     def _first_memory(self, sent: Vectors) -> Vectors:

@@ -302,4 +302,5 @@ def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: Local
 
 def _clip(g: Tensor, limit: float | None) -> None:
     if limit is not None:
-        g.mul_((limit / (g.norm() + 1e-6)).clamp(max=1.0))
+        norm: Tensor = g.norm(dim=-1, keepdim=True)
+        g.mul_((limit / (norm + 1e-6)).clamp(max=1.0))

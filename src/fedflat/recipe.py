@@ -120,6 +120,9 @@ class Engine(Named):
 
     name: Literal["auto", "inline", "pool"] = Field("auto", description="this process, or worker processes")
     workers: int = Field(0, ge=0, le=1024, description="worker processes; 0 = one for each core")
+    group: int = Field(
+        0, ge=0, le=1024, description="clients that share a step; 0 = by the model's size, 1 = one by one"
+    )
 
 
 class Recipe(Section):
@@ -201,7 +204,7 @@ def _preset(name: Any) -> dict[str, Any]:
 
 # What a section keeps when another name is put into it; the rest are options of the old name.
 LASTING = {"data": {"dir", "crop", "crop_probability", "crop_fill", "flip", "cutout"}, "split": {"clients", "seed"},
-           "model": {"buffers"}, "engine": {"workers"}}  # fmt: skip
+           "model": {"buffers"}, "engine": {"workers", "group"}}  # fmt: skip
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from fedflat.federation.augment import Augment
 from fedflat.federation.federation import Federation, federate
 from fedflat.federation.partition import SPLITS
 from fedflat.folder import Record, RunFolder, read_run
+from fedflat.group import group_size
 from fedflat.local import Loss
 from fedflat.method import Method
 from fedflat.methods import Written, parse, spell
@@ -73,7 +74,8 @@ def train(
 ) -> Result:
     """Train a federated model; settings are the recipe's fields by name (`rounds=30, lr=0.1, workers=2`).
 
-    A name that two sections have means the local one; `server_lr` is the server's.
+    A name that two sections have means the local one; `server_lr` is the server's. `model_hidden=[64]` is an option of
+    the model.
 
     >>> federation = federate("digits", clients=10, alpha=0.5)
     >>> result = train(federation, model="mlp", method="fedsam(0.05)", rounds=2, lr=0.1, engine="inline")
@@ -81,7 +83,8 @@ def train(
     (2, True)
     """
     named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}"
-    table = {"data": federation.dataset.name, "model": named, "method": spell(method), **_sections(settings)}
+    table = _sections(settings) | {"method": spell(method), "data": federation.dataset.name}
+    table["model"] = {**table.get("model", {}), "name": named}
     table["split"] = {"name": "given", "clients": federation.clients}
     recipe = validated(table)
     problem = assemble(recipe, federation, model if isinstance(model, nn.Module) else None, parse(method), loss)
@@ -95,6 +98,8 @@ def _sections(settings: dict[str, Any]) -> Record:
     for name, value in settings.items():
         if name in Recipe.model_fields:
             table[name] = {**table.get(name, {}), "name": value} if name == "engine" else value
+        elif name.startswith("model_"):
+            table.setdefault("model", {})[name.removeprefix("model_")] = value
         elif name in places:
             table.setdefault(places[name], {})[name.removeprefix(f"{places[name]}_")] = value
         else:
@@ -143,7 +148,8 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
         module = models.build(recipe.model.name, shape, classes, chance, **recipe.model.options())
     network = Network(module, dtype, autocast=recipe.precision == "bf16")
     federation = federation.as_dtype(dtype)
-    return Problem(federation, network, method, recipe.local, recipe.seed, loss, buffers=recipe.model.buffers)
+    group = recipe.engine.group or group_size(network.size, cohort_size(recipe.server, federation.clients))
+    return Problem(federation, network, method, recipe.local, recipe.seed, loss, True, recipe.model.buffers, group)
 
 
 def _in_full(recipe: Recipe, federation: Federation) -> Recipe:
@@ -159,7 +165,7 @@ def _in_full(recipe: Recipe, federation: Federation) -> Recipe:
     table = recipe.model_dump(exclude_none=True)
     for section, filled in ("data", data), ("split", split), ("model", model):
         table[section] |= filled
-    return validated(table | {"engine": {"name": kind, "workers": workers}})
+    return validated(table | {"engine": {**table["engine"], "name": kind, "workers": workers}})
 
 
 def _defaults(function: Callable[..., Any], given: Record) -> Record:
@@ -222,7 +228,6 @@ def execute(
     """All rounds of the recipe; with a directory, everything is also written there as it comes."""
     folder = RunFolder(directory, recipe) if directory else None
     state, history = first_state(problem), list[Record]()
-    cohort_size(recipe.server, problem.federation.clients)
     with closing(start_engine(problem, recipe, state)) as engine:
         for now, record in rounds(problem, recipe, state, engine):
             state = now

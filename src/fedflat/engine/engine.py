@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from fedflat.client import Brief
+from fedflat.client import Brief, Problem
 from fedflat.metrics import Score
 from fedflat.parts import ServerState, Upload, Uploads
 
@@ -40,6 +40,16 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def groups(problem: Problem, cohort: Sequence[int]) -> list[list[int]]:
+    """The positions in the cohort that share a step, the largest clients first.
+
+    They follow from the recipe and the cohort alone, never from the number of workers. Largest first, so that no worker
+    is left with a long turn at the end of the round, and clients of like size stand together.
+    """
+    order = sorted(range(len(cohort)), key=lambda i: (-problem.federation.samples(cohort[i]), cohort[i]))
+    return [order[i : i + problem.group] for i in range(0, len(order), problem.group)]
 
 
 def chunks(samples: int, size: int) -> list[tuple[int, int]]:

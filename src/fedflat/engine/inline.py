@@ -7,7 +7,7 @@ from functools import reduce
 from operator import add
 
 from fedflat.client import Brief, Problem, Worker
-from fedflat.engine.engine import chunks, one_thread
+from fedflat.engine.engine import chunks, groups, one_thread
 from fedflat.metrics import Score
 from fedflat.parts import ServerState, Upload, Uploads
 from fedflat.store import Memory, Scratch
@@ -25,10 +25,11 @@ class Inline:
         )
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload]:
-        for client in cohort:
+        for group in groups(self._problem, cohort):
+            clients = [cohort[position] for position in group]
             with one_thread():
-                upload = self._worker.turn(brief, client, self._memory[client])
-            yield upload
+                uploads = self._worker.turns(brief, clients, [self._memory[client] for client in clients])
+            yield from uploads
 
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:

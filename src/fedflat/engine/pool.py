@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing import get_context
 
 from fedflat.client import Brief, Problem, Worker
-from fedflat.engine.engine import chunks
+from fedflat.engine.engine import chunks, groups
 from fedflat.errors import FedflatError, TrainingError
 from fedflat.metrics import Score
 from fedflat.parts import ServerState, Upload, Uploads
@@ -59,12 +59,13 @@ class Pool:
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload]:
         self._shared.board.write(0, brief.sent)
-        sizes = {client: self._problem.federation.samples(client) for client in cohort}
-        # The largest first, so that no worker is left with a long turn at the end of the round.
-        largest_first = sorted(enumerate(cohort), key=lambda entry: -sizes[entry[1]])
-        tasks = [("turn", brief.round, brief.lr, client, slot) for slot, client in largest_first]
-        for task, numbers in self._each(tasks, lambda task: f"client {task[3]} in round {brief.round}"):
-            yield self._shared.completed(numbers, slot=task[4])
+        tasks = [
+            ("turns", brief.round, brief.lr, tuple(cohort[slot] for slot in group), tuple(group))
+            for group in groups(self._problem, cohort)
+        ]
+        for (*_, slots), answers in self._each(tasks, lambda task: _named(task[3], brief.round)):
+            for slot, numbers in zip(slots, answers, strict=True):
+                yield self._shared.completed(numbers, slot)
 
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:
@@ -161,16 +162,24 @@ def _serve(problem: Problem, shared: Shared, pipe: Connection, inherited: Sequen
 def _answer(worker: Worker, shared: Shared, kind: str, task: list[Any]) -> tuple[bool, Any]:
     """What came of a task, or the error that it ended in: its class if it is ours, and what it says."""
     try:
-        return True, _turn(worker, shared, *task) if kind == "turn" else _score(worker, shared, *task)
+        return True, _turns(worker, shared, *task) if kind == "turns" else _score(worker, shared, *task)
     except FedflatError as error:
         return False, (type(error), str(error))
     except Exception as error:
         return False, (None, f"{type(error).__name__}: {error}")
 
 
-def _turn(worker: Worker, shared: Shared, round: int, lr: float, client: int, slot: int) -> Numbers:
-    upload = worker.turn(Brief(round, lr, shared.board[0]), client, shared.memory[client])
-    return shared.stripped(upload, slot)
+def _named(clients: Sequence[int], round: int) -> str:
+    one = len(clients) == 1
+    return f"client{'' if one else 's'} {', '.join(map(str, clients))} in round {round}"
+
+
+def _turns(
+    worker: Worker, shared: Shared, round: int, lr: float, clients: Sequence[int], slots: Sequence[int]
+) -> list[Numbers]:
+    brief = Brief(round, lr, shared.board[0])
+    uploads = worker.turns(brief, clients, [shared.memory[client] for client in clients])
+    return [shared.stripped(upload, slot) for upload, slot in zip(uploads, slots, strict=True)]
 
 
 def _score(worker: Worker, shared: Shared, part: str, start: int, stop: int) -> Score:

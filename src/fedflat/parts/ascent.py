@@ -31,6 +31,7 @@ class Ascent(Part):
     """
 
     place = "ascent"
+    rows = True
     gradients = 2
 
     rho: float = option(0.1, "radius ρ of the perturbation", low=0)
@@ -96,6 +97,7 @@ class ConsensusAscent(Part):
     """
 
     place = "ascent"
+    rows = True
     memory = ("dual",)
     state = ("perturbation", "mean_dual")
     gradients = 2
@@ -144,6 +146,7 @@ class LookbackAscent(Part):
     """
 
     place = "ascent"
+    rows = True
     memory = ("seen",)
 
     rho: float = option(0.1, "radius ρ of the perturbation", low=0)

@@ -181,9 +181,10 @@ class Part:
         """Forward and backward passes in every step."""
         return 1
 
-    # What an ascent wants to see of each pass, beside the logits.
+    # What an ascent wants to see of each pass beside the logits, and whether it also works on rows of clients.
     features: ClassVar[bool] = False
     activations: ClassVar[bool] = False
+    rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for f in fields(self):

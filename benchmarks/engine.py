@@ -1,0 +1,222 @@
+"""fedflat's engine against the frameworks that people use, on the same jobs, in turns: A, B, C, A, B, C, …
+
+    FEDFLAT_DATA=… python benchmarks/engine.py --jobs J2 J3 --rounds 5 --repeats 3 --out engine.md
+    python benchmarks/engine.py --jobs check check-cnn --python flower=ENV/bin/python …
+
+A framework whose Python is not given gets an environment of its own in the cache folder. Writes a Markdown page and,
+beside it, a .json with every single run. Run it on a quiet machine.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from platformdirs import user_cache_path
+
+Run = dict[str, Any]
+SCRIPTS = Path(__file__).parent / "contenders"
+CONTENDERS = ("naive", "flower", "pfl_research", "fedlab", "ours")
+TORCH = f"torch=={torch.__version__.partition('+')[0]}"
+PACKAGES = {
+    "flower": [TORCH, "flwr[simulation]==1.41.0"],
+    "pfl_research": [TORCH, "pfl[pytorch]==0.6.0"],
+    "fedlab": [TORCH, "fedlab==1.3.0"],
+}
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# Forward, and backward to the weights and (but for the first layer) to the inputs, of one sample.
+MFLOP = {"cnn": 101.0, "mlp": 0.88}
+
+
+# Environments and runs -----------------------------------------------------------------------------------------------
+
+
+def environment(name: str) -> str:
+    """The Python of a framework's own environment in the cache folder, made when it is first needed."""
+    if name not in PACKAGES:
+        return sys.executable
+    folder = user_cache_path("fedflat") / "benchmarks" / name
+    python, ready = folder / "bin" / "python", folder / ".ready"
+    if not ready.exists():
+        print(f"{name}: installing {' '.join(PACKAGES[name])}", flush=True)
+        venv.create(folder, with_pip=True, clear=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES[name]], check=True)
+        ready.touch()
+    return str(python)
+
+
+def write_specs(folder: str, options: argparse.Namespace) -> list[Path]:
+    command = [sys.executable, SCRIPTS / "jobs.py", folder, "--jobs", *options.jobs, "--rounds", options.rounds]
+    command += ["--workers", options.workers, "--precision", options.precision, "--seed", options.seed]
+    done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return [Path(line) for line in done.stdout.splitlines()]
+
+
+def compete(name: str, python: str, spec: Path) -> Run | None:
+    """One run of one contender: its line of JSON, or None with its last words shown."""
+    # A framework must have all cores, and decide itself how many threads it takes.
+    surroundings = {key: value for key, value in os.environ.items() if key not in THREADS}
+    done = subprocess.run(
+        [python, SCRIPTS / f"{name}.py", spec], capture_output=True, text=True, errors="replace", env=surroundings
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"contender"')]
+    if done.returncode or not lines:
+        print(f"{name} failed:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
+        return None
+    return {**json.loads(lines[-1]), "job": spec.stem}
+
+
+# The limit -----------------------------------------------------------------------------------------------------------
+
+
+def gemm_peak(workers: int, size: int = 1024, seconds: float = 1.0) -> float:
+    """GFLOP/s of fp32 matrix products in that many processes of one thread at the same time."""
+    context = multiprocessing.get_context("spawn")
+    together, rates = context.Barrier(workers), context.SimpleQueue()
+    processes = [context.Process(target=_multiply, args=(together, rates, size, seconds)) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    total = sum(rates.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return total
+
+
+def _multiply(together: Any, rates: Any, size: int, seconds: float) -> None:
+    torch.set_num_threads(1)
+    a, b = torch.rand(size, size), torch.rand(size, size)
+    product = torch.mm(a, b)
+    together.wait()
+    begun, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - begun) < seconds:
+        torch.mm(a, b, out=product)
+        count += 1
+    rates.put(2e-9 * size**3 * count / elapsed)
+
+
+# Statistics ----------------------------------------------------------------------------------------------------------
+
+
+def speed(run: Run) -> float:
+    """Samples/s: the median over the rounds after the first."""
+    return median(n / s for n, s in list(zip(run["samples"], run["seconds"], strict=True))[1:])
+
+
+def ratios(ours: Sequence[Run], peer: Sequence[Run]) -> list[float]:
+    """Ours ÷ peer, of the runs of the same turn."""
+    turns = {run["turn"]: speed(run) for run in peer}
+    return sorted(speed(run) / turns[run["turn"]] for run in ours if run["turn"] in turns)
+
+
+def page(runs: Sequence[Run], peaks: Sequence[float], models: Mapping[str, str], settings: str) -> str:
+    peak = median(peaks)
+    head = f"{settings}. fp32 GEMM of all workers together: {peak:.0f} GFLOP/s ({min(peaks):.0f}–{max(peaks):.0f}).\n"
+    tables = (_table(job, [run for run in runs if run["job"] == job], model, peak) for job, model in models.items())
+    return "\n".join([head, *tables])
+
+
+def _table(job: str, runs: Sequence[Run], model: str, peak: float) -> str:
+    by_name = {name: [run for run in runs if run["contender"] == name] for name in CONTENDERS}
+    rows = [_row(name, mine, by_name["ours"], MFLOP[model], peak) for name, mine in by_name.items() if mine]
+    titles = (
+        "contender",
+        "samples/s",
+        "ours ÷ it",
+        "first round done, s",
+        "PSS, MB",
+        "of GEMM peak",
+        "loss after round 1",
+    )
+    return "\n".join([f"## {job}\n", _line(titles), _line(["---"] * len(titles)), *rows, ""])
+
+
+def _row(name: str, mine: Sequence[Run], ours: Sequence[Run], mflop: float, peak: float) -> str:
+    rate, versus = median(map(speed, mine)), ratios(ours, mine) if name != "ours" else []
+    return _line(
+        [
+            _label(name, mine[0]["versions"]),
+            f"{rate:,.0f}",
+            f"{median(versus):.2f} ({versus[0]:.2f}–{versus[-1]:.2f})" if versus else "",
+            f"{median(run['first_round'] for run in mine):.1f}",
+            f"{median(run['pss_mb'] for run in mine):,.0f}",
+            f"{rate * mflop / (1000 * peak):.0%}",
+            f"{median(run['loss_after_first_round'] for run in mine):.5f}",
+        ]
+    )
+
+
+def _label(name: str, versions: Mapping[str, str]) -> str:
+    own = [f"{package} {number}" for package, number in versions.items() if package not in ("python", "torch", "numpy")]
+    return f"{name} ({', '.join(own)})" if own else name
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", nargs="+", default=["J2", "J3"], help="J1 J2 J3 J3b check check-cnn")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--rounds", type=int, default=5, help="the first one is not part of the speed")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2, help="processes of ours, actors of Flower")
+    parser.add_argument("--precision", default="float32", help="of ours")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--python", nargs="+", default=[], metavar="NAME=PATH", help="a contender's interpreter")
+    parser.add_argument("--out", type=Path, default=Path("engine.md"))
+    options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds: at least 2, because the first one only warms up")
+    given = dict(entry.partition("=")[::2] for entry in options.python)
+    if unknown := given.keys() - set(CONTENDERS):
+        parser.error(f"--python: there is no contender {', '.join(unknown)}; there are {', '.join(CONTENDERS)}")
+    options.python = given
+    return options
+
+
+def main() -> int:
+    options = arguments()
+    pythons = {name: options.python.get(name) or environment(name) for name in options.contenders}
+    runs: list[Run] = []
+    peaks: list[float] = []
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        specs = write_specs(folder, options)
+        models = {spec.stem: json.loads(spec.read_text("utf-8"))["model"] for spec in specs}
+        for spec in specs:
+            for turn in range(options.repeats):
+                peaks.append(gemm_peak(options.workers))
+                for name, python in pythons.items():
+                    run = compete(name, python, spec)
+                    failed |= run is None
+                    if run:
+                        runs.append({**run, "turn": turn})
+                        print(f"{spec.stem} {turn} {name}: {speed(run):,.0f} samples/s", flush=True)
+    settings = (
+        f"{options.repeats} turns of {options.rounds} rounds, {options.workers} workers, ours in {options.precision}"
+    )
+    text = page(runs, peaks, models, settings)
+    options.out.write_text(text, "utf-8")
+    options.out.with_suffix(".json").write_text(json.dumps({"gemm_gflops": peaks, "runs": runs}, indent=1), "utf-8")
+    print(text)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

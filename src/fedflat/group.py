@@ -1,0 +1,139 @@
+"""Several clients in one step: where models are small, calling torch costs more than the arithmetic.
+
+The clients' weights are the rows of one matrix, and one vectorised gradient serves them all. Batches of unequal length
+are padded and masked, and a client whose steps are done stands still. The step itself is that of `local.py`: its
+formulas reduce over the last dimension, so they hold for a vector and for each row of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from fedflat.local import Batch, LocalRule, Outcome, Vectors, step
+from fedflat.vector import Layout, Network
+
+# Measured by benchmarks/grouping.py: below this many parameters, and with at least this many clients in a step.
+SMALL, TOGETHER = 30_000, 16
+ALIKE = ("lr", "momentum", "weight_decay", "clip", "clip_mode", "scale", "decay")
+
+
+def group_size(parameters: int, cohort: int) -> int:
+    """How many clients share a step: 16 where the model is small and the cohort makes two groups, else one.
+
+    >>> group_size(5_000, 100), group_size(5_000, 10), group_size(2_000_000, 100)
+    (16, 1, 1)
+    """
+    return TOGETHER if parameters <= SMALL and cohort >= 2 * TOGETHER else 1
+
+
+def can_share(network: Network, rules: Sequence[LocalRule]) -> bool:
+    """Whether these clients can go together: steps of one kind, with nothing in them that looks into a pass."""
+    first = rules[0]
+    plain = not first.terms and not first.pairs and first.frozen is None and first.lr_floor == 1.0
+    rows = first.ascent is None or getattr(first.ascent, "rows", False)
+    random = any(isinstance(module, nn.modules.dropout._DropoutNd) for module in network.module.modules())
+    still = not network.buffers.numel() and not network.autocast and not random
+    return plain and rows and still and all(getattr(r, name) == getattr(first, name) for r in rules for name in ALIKE)
+
+
+def train_together(
+    network: Network, start: Tensor, rules: Sequence[LocalRule], streams: Sequence[Iterable[Batch]]
+) -> list[Outcome]:
+    """Each client's own K steps from `start` with the cross-entropy, all clients in one step at a time."""
+    network.module.train()
+    rule, weights = _stacked(rules), start.repeat(len(rules), 1)
+    velocity = torch.zeros_like(weights) if rule.momentum else None
+    carry, losses = dict(rule.carry), weights.new_zeros(len(rules))
+    slope = RowSlope(network, weights)
+    for batches in zip_longest(*streams):
+        slope.at(batches)
+        with _standing_still(slope.done, weights, carry):
+            gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)  # type: ignore[arg-type]
+            step(weights, gradient, velocity, rule)
+        losses += slope.loss
+    return [
+        Outcome(weights[i] - start, float(losses[i]) / r.steps, r, {n: v[i] for n, v in carry.items()}, {})
+        for i, r in enumerate(rules)
+    ]
+
+
+def _stacked(rules: Sequence[LocalRule]) -> LocalRule:
+    """One rule for all rows: what differs between the clients, the pull and the carry, as matrices."""
+    first = rules[0]
+    pull = None if first.pull is None else torch.stack([r.pull for r in rules if r.pull is not None])
+    carry = {name: torch.stack([r.carry[name] for r in rules]) for name in first.carry}
+    return replace(first, pull=pull, carry=carry)
+
+
+@contextmanager
+def _standing_still(done: Tensor | None, weights: Tensor, carry: Vectors) -> Iterator[None]:
+    """Rows that are done come out as they went in."""
+    kept = None if done is None else [(x, x[done].clone()) for x in (weights, *carry.values())]
+    yield
+    for x, rows in kept or ():
+        x[done] = rows
+
+
+class RowSlope:
+    """∇ loss of every row on its own batch: the `Slope` of a group."""
+
+    def __init__(self, network: Network, weights: Tensor) -> None:
+        self.weights, self._layout = weights, network.layout
+        self._gradient = _row_gradient(network.module, network.layout)
+        self._home = torch.empty_like(weights)
+
+    def at(self, batches: Sequence[Batch | None]) -> None:
+        """Move on to the next batches; None for a client that has no more."""
+        present = next(batch for batch in batches if batch is not None)
+        longest = max(len(batch[1]) for batch in batches if batch is not None)
+        shape = (len(batches), longest)
+        self._inputs = present[0].new_zeros(*shape, *present[0].shape[1:])
+        self._labels = present[1].new_zeros(shape)
+        self._shares = self.weights.new_zeros(shape)
+        for row, batch in enumerate(batches):
+            if batch is not None:
+                size = len(batch[1])
+                self._inputs[row, :size], self._labels[row, :size] = batch
+                self._shares[row, :size] = 1 / size
+        rows = [row for row, batch in enumerate(batches) if batch is None]
+        self.done = torch.tensor(rows) if rows else None
+        self._first = True
+
+    def __call__(self, direction: Tensor | None = None, length: Tensor | None = None) -> Tensor:
+        """The gradients at w + ε, row by row, as `Slope` gives one."""
+        if direction is not None:
+            self._home.copy_(self.weights)
+            self.weights.add_(direction if length is None else direction * length)
+        gradient, loss = self._gradient(self.weights, self._inputs, self._labels, self._shares)
+        if direction is not None:
+            self.weights.copy_(self._home)
+        if self._first:
+            self.loss, self._first = loss, False
+        return gradient
+
+
+def _row_gradient(module: nn.Module, layout: Layout) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(weights, inputs, labels, shares) of every row ↦ the gradients and losses, in one vectorised call."""
+
+    def loss(parameters: Any, inputs: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+        logits = functional_call(module, parameters, (inputs,))
+        return (F.cross_entropy(logits, labels, reduction="none") * shares).sum()
+
+    vectorised = vmap(grad_and_value(loss))
+
+    def gradients(weights: Tensor, inputs: Tensor, labels: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        rows = len(weights)
+        views = {name: weights[:, span].view(rows, *layout.shapes[name]) for name, span in layout.slices.items()}
+        slopes, losses = vectorised(views, inputs, labels, shares)
+        return torch.cat([slopes[name].reshape(rows, -1) for name in layout.shapes], dim=1), losses
+
+    return gradients

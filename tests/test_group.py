@@ -1,0 +1,90 @@
+"""Clients in common steps: the same as one by one, up to rounding."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedflat import federate, train
+from fedflat.group import can_share, group_size
+from fedflat.local import LocalRule
+from fedflat.parts import ActivationNorm, Ascent, Proximal
+from fedflat.vector import Network
+
+
+@pytest.fixture(scope="module")
+def many():
+    """Forty clients of very different sizes, so that batches are ragged and steps unequal."""
+    return federate("digits", "sizes", 40, exponent=1.0, seed=2)
+
+
+def weights(result):
+    return torch.cat([p.detach().flatten() for p in result.model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedprox(0.1)", "fedsam", "feddyn", "scaffold", "fedsmoo", "fedspeed", "fedcm", "fedlesam"]
+)
+def test_common_steps_give_the_weights_of_single_ones(many, method):
+    settings = dict(
+        model="mlp", model_hidden=[16], method=method, rounds=3, cohort=20, batch=8, lr=0.05, momentum=0.5,
+        weight_decay=1e-3, clip=1.0, engine="inline", precision="float64",
+    )  # fmt: skip
+    one, together = (train(many, **settings, group=group) for group in (1, 7))
+    torch.testing.assert_close(weights(together), weights(one), rtol=1e-9, atol=1e-11)
+    assert [r["local_loss"] for r in together.history] == pytest.approx([r["local_loss"] for r in one.history])
+
+
+def test_in_float32_they_agree_to_1e_5(many):
+    settings = dict(model="mlp", model_hidden=[32], method="fedavg", rounds=3, cohort=40, batch=10, engine="inline")
+    one, together = (weights(train(many, **settings, group=group)) for group in (1, 16))
+    assert float((one - together).norm() / one.norm()) < 1e-5
+
+
+def test_convolutions_can_share_too(many):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+
+    settings = dict(rounds=2, cohort=12, engine="inline", precision="float64")
+    one, together = (weights(train(many, net(), "fedsam", **settings, group=group)) for group in (1, 5))
+    torch.testing.assert_close(together, one, rtol=1e-9, atol=1e-11)
+
+
+def test_the_number_of_workers_does_not_change_a_bit(many):
+    settings = dict(model="mlp", method="feddyn", rounds=2, cohort=33, group=8)
+    runs = [train(many, **settings, engine="inline")]
+    runs += [train(many, **settings, engine="pool", workers=n) for n in (1, 3)]
+    assert all(torch.equal(weights(run), weights(runs[0])) for run in runs[1:])
+
+
+def test_what_looks_into_a_pass_goes_one_by_one():
+    network = Network(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    plain = LocalRule(0.1, 3)
+    sent = {"weights": network.weights}
+    assert can_share(network, [plain, LocalRule(0.1, 5)])
+    assert can_share(network, [Proximal(0.1).plan(Ascent(0.1).plan(plain, sent, {}), sent, {})] * 2)
+    assert not can_share(network, [ActivationNorm(0.1).plan(plain, sent, {})] * 2)
+    assert not can_share(network, [plain, LocalRule(0.2, 3)])
+    assert not can_share(Network(nn.Sequential(nn.Dropout(), nn.Linear(4, 2))), [plain, plain])
+    assert not can_share(Network(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))), [plain, plain])
+
+
+def test_groups_are_for_small_models_and_large_cohorts():
+    assert group_size(2_410, 100) == 16
+    assert group_size(2_410, 20) == group_size(199_210, 100) == 1
+
+
+def test_dropout_is_drawn_for_each_turn_and_not_from_the_global_generator(many):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10))
+
+    results = []
+    for engine in ("inline", "pool", "inline"):
+        module = net()
+        torch.manual_seed(len(results))
+        before = torch.get_rng_state()
+        results.append(weights(train(many, module, rounds=2, cohort=4, engine=engine)))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
