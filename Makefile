@@ -8,6 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: demo test lint types clean
 
 demo: $(READY)
+	mkdir -p runs
 	$(BIN)/fedflat split --draw runs/demo-split.png
 	$(BIN)/fedflat run --method fedavg --method fedsam --method "feddyn + man(0.15)" --out "$$(mktemp -d runs/demo-XXXX)"
 
@@ -25,7 +26,6 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	mkdir -p runs
 	touch $@
 
 clean:

@@ -120,16 +120,16 @@ def ratios(ours: Sequence[Run], peer: Sequence[Run]) -> list[float]:
     return sorted(speed(run) / turns[run["turn"]] for run in ours if run["turn"] in turns)
 
 
-def page(runs: Sequence[Run], peaks: Sequence[float], models: Mapping[str, str], settings: str) -> str:
+def page(runs: Sequence[Run], peaks: Sequence[float], jobs: Mapping[str, Any], settings: str) -> str:
     peak = median(peaks)
     head = f"{settings}. fp32 GEMM of all workers together: {peak:.0f} GFLOP/s ({min(peaks):.0f}–{max(peaks):.0f}).\n"
-    tables = (_table(job, [run for run in runs if run["job"] == job], model, peak) for job, model in models.items())
+    tables = (_table(job, [run for run in runs if run["job"] == name], peak) for name, job in jobs.items())
     return "\n".join([head, *tables])
 
 
-def _table(job: str, runs: Sequence[Run], model: str, peak: float) -> str:
+def _table(job: Mapping[str, Any], runs: Sequence[Run], peak: float) -> str:
     by_name = {name: [run for run in runs if run["contender"] == name] for name in CONTENDERS}
-    rows = [_row(name, mine, by_name["ours"], MFLOP[model], peak) for name, mine in by_name.items() if mine]
+    rows = [_row(name, mine, by_name["ours"], MFLOP[job["model"]], peak) for name, mine in by_name.items() if mine]
     titles = (
         "contender",
         "samples/s",
@@ -139,7 +139,9 @@ def _table(job: str, runs: Sequence[Run], model: str, peak: float) -> str:
         "of GEMM peak",
         "loss after round 1",
     )
-    return "\n".join([f"## {job}\n", _line(titles), _line(["---"] * len(titles)), *rows, ""])
+    return "\n".join(
+        [f"## {job['name']}, images: {job['images']}\n", _line(titles), _line(["---"] * len(titles)), *rows, ""]
+    )
 
 
 def _row(name: str, mine: Sequence[Run], ours: Sequence[Run], mflop: float, peak: float) -> str:
@@ -192,13 +194,13 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    pythons = {name: options.python.get(name) or environment(name) for name in options.contenders}
     runs: list[Run] = []
     peaks: list[float] = []
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         specs = write_specs(folder, options)
-        models = {spec.stem: json.loads(spec.read_text("utf-8"))["model"] for spec in specs}
+        pythons = {name: options.python.get(name) or environment(name) for name in options.contenders}
+        jobs = {spec.stem: json.loads(spec.read_text("utf-8")) for spec in specs}
         for spec in specs:
             for turn in range(options.repeats):
                 peaks.append(gemm_peak(options.workers))
@@ -211,7 +213,7 @@ def main() -> int:
     settings = (
         f"{options.repeats} turns of {options.rounds} rounds, {options.workers} workers, ours in {options.precision}"
     )
-    text = page(runs, peaks, models, settings)
+    text = page(runs, peaks, jobs, settings)
     options.out.write_text(text, "utf-8")
     options.out.with_suffix(".json").write_text(json.dumps({"gemm_gflops": peaks, "runs": runs}, indent=1), "utf-8")
     print(text)

@@ -11,6 +11,12 @@ from fedflat import Dataset, Federation, Samples, federate
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The tests' networks are tiny: a second thread would only wait for the first."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def digits() -> Federation:
     return federate("digits", "dirichlet", 8, alpha=0.3, seed=1)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fedflat import Augment, Federation, train
+from fedflat import Augment, train
 from fedflat.cli import app
 from fedflat.client import Problem
 from fedflat.errors import FedflatError, RecipeError, RunError, TrainingError
@@ -24,7 +24,7 @@ from fedflat.federation.augment import normalise
 from fedflat.federation.federation import batch_indices
 from fedflat.method import Method
 from fedflat.methods import parse
-from fedflat.personal import ALONE, Mixture, Neighbours, nearest_labels, personalise, save, summary
+from fedflat.personal import ALONE, Mixture, Neighbours, Personal, nearest_labels, personalise, save, summary
 from fedflat.randomness import generator
 from fedflat.recipe import Local, load
 from fedflat.run import execute, last_lr, load_run, prepare
@@ -230,10 +230,14 @@ def test_clients_without_test_samples_are_left_out_of_the_mean(fedavg):
     )
 
 
-def test_summary_of_nobody_has_no_mean(digits):
-    nobody = Federation(digits.dataset, tuple(torch.empty(0, dtype=torch.long) for _ in range(2)))
-    problem = Problem(nobody, net(), Method(), Local(batch=0))
-    assert summary(personalise(problem, problem.network.weights, (1,)))[0]["accuracy_after"] is None
+def test_summary_of_nobody_has_no_mean():
+    nobody = [
+        Personal(client, 1, samples=5, test_samples=0, accuracy_before=None, accuracy_after=None) for client in (0, 1)
+    ]
+    assert summary(nobody)[0] == {
+        "epochs": 1, "clients": 0, "left_out": 2, "accuracy_before": None, "accuracy_before_std": None,
+        "accuracy_after": None, "accuracy_after_std": None,
+    }  # fmt: skip
 
 
 def test_a_loaded_run_is_the_model_it_ended_with_and_its_last_learning_rate(runs):

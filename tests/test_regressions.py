@@ -1,17 +1,23 @@
-"""Faults that were found once and shall not come back: batch statistics, SWA, FedLESAM."""
+"""Faults that were found once and shall not come back."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from fedflat import train
+from fedflat import Dataset, Federation, FedflatError, Samples, train
 from fedflat.client import Problem
 from fedflat.engine.inline import Inline
 from fedflat.local import LocalRule
 from fedflat.methods import parse
 from fedflat.parts import LookbackAscent
 from fedflat.recipe import Local, Server
-from fedflat.server import conduct, first_state
+from fedflat.server import conduct, draw_cohort, first_state
+from fedflat.store import Scratch
 from fedflat.vector import Network
 
 
@@ -57,3 +63,130 @@ def test_fedlesam_looks_back_to_zero_weights_too():
     memory, _ = part.settle({"weights": zeros}, part.first_memory(zeros), None)
     lookback = part.plan(LocalRule(0.1, 1), {"weights": now}, memory).carry["lookback"]
     torch.testing.assert_close(lookback, torch.tensor([0.0, -0.3, -0.4]))
+
+
+def test_cumulative_batch_norm_does_not_depend_on_who_shares_a_worker(digits):
+    def net():
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(8, momentum=None)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), norm, nn.ReLU(), nn.Linear(8, 10))
+
+    settings = dict(rounds=3, cohort=5, batch=0, steps=3)
+    means = [train(digits, net(), **settings, engine="inline").model[2].running_mean]
+    means += [train(digits, net(), **settings, engine="pool", workers=n).model[2].running_mean for n in (2, 4)]
+    assert torch.equal(means[0], means[1])
+    assert torch.equal(means[0], means[2])
+
+
+def test_training_leaves_the_callers_module_alone(digits):
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    first, second = (train(digits, module, rounds=1, engine="inline") for _ in range(2))
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert first.accuracy == second.accuracy
+
+
+def test_a_models_options_and_buffers_go_with_its_name(digits):
+    model = train(digits, "mlp", rounds=1, engine="inline", model_hidden=[7], model_buffers="local").model
+    assert [m.out_features for m in model.modules() if isinstance(m, nn.Linear)] == [7, 10]
+    with pytest.raises(FedflatError, match="no setting 'data_crop'"):
+        train(digits, rounds=1, data_crop=4)
+
+
+def test_frozen_parameters_stay_where_they_are(digits):
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
+    module[1].requires_grad_(False)
+    before = module[1].weight.clone()
+    for method in ("fedavg", "fedprox", "fedsam", "feddyn"):
+        trained = train(digits, module, method, rounds=2, weight_decay=0.1, engine="inline").model
+        assert torch.equal(trained[1].weight, before)
+        assert not torch.equal(trained[3].weight, module[3].weight)
+
+
+def test_the_head_is_what_makes_the_output_and_not_what_is_defined_last():
+    class HeadFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(8, 10)
+            self.body = nn.Linear(64, 8)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.body(x.flatten(1))))
+
+    network = Network(HeadFirst())
+    network.choose_head(torch.zeros(1, 1, 8, 8))
+    assert network.head_module is network.module.head
+    assert network.head == slice(0, 90)
+
+
+def test_bernoulli_sampling_has_the_ratios_odds():
+    sizes = [len(draw_cohort(Server(cohort=0.15, sampling="bernoulli"), 10, 0, t)) for t in range(2000)]
+    assert sum(sizes) / 2000 == pytest.approx(1.5 / (1 - 0.85**10), abs=0.1)
+
+
+def test_buffers_that_clients_keep_are_not_sent(digits):
+    history = train(digits, normed(), rounds=1, cohort=2, batch=0, model_buffers="local", engine="inline").history
+    parameters = sum(p.numel() for p in normed().parameters())
+    assert history[0]["bytes_down"] == history[0]["bytes_up"] == 2 * 4 * parameters
+
+
+def test_the_servers_own_sums_do_not_depend_on_the_threads(digits):
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = train(digits, rounds=2, engine="inline").history
+        torch.set_num_threads(2)
+        two = train(digits, rounds=2, engine="inline").history
+    finally:
+        torch.set_num_threads(threads)
+    assert [r["consistency"] for r in one] == [r["consistency"] for r in two]
+
+
+def test_shared_files_go_where_there_is_room_and_orphans_are_swept(tmp_path):
+    (tmp_path / "fedflat-999999999-abc").mkdir()
+    scratch = Scratch(1000, memory=tmp_path)
+    assert scratch.path.parent == tmp_path
+    assert [p.name for p in tmp_path.iterdir()] == [scratch.path.name]
+    scratch.close()
+    too_much = Scratch(2**60, memory=tmp_path)
+    assert too_much.path.parent != tmp_path
+    too_much.close()
+
+
+@pytest.mark.parametrize("engine", ["inline", "pool"])
+def test_a_terminated_run_leaves_nothing_behind(tmp_path, engine):
+    command = [sys.executable, "-m", "fedflat.cli", "run", "--set", "server.rounds=100000", "--set", f"engine={engine}"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "runs/0001/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    shared = [*Path("/dev/shm").glob(f"fedflat-{process.pid}-*")]
+    assert shared
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, "Traceback" in errors) == (143, False), errors
+    assert not [*Path("/dev/shm").glob(f"fedflat-{process.pid}-*")]
+
+
+@pytest.mark.parametrize(
+    ("samples", "sentence"),
+    [
+        (lambda: Samples(torch.zeros(3, 2), torch.zeros(2, dtype=torch.long)), "3 inputs with 2 labels"),
+        (lambda: Samples(torch.zeros(2, 2), torch.zeros(2, dtype=torch.int32)), "make them int64"),
+        (lambda: dataset([0, 5]), "classes from 0 to 2"),
+        (lambda: dataset([]), "at least one training"),
+        (
+            lambda: train(Federation(dataset([0, 1]), (torch.arange(2), torch.arange(0))), rounds=1),
+            "client 1 holds no sample",
+        ),
+    ],
+)
+def test_data_that_do_not_fit_together_are_named(samples, sentence):
+    with pytest.raises(FedflatError, match=sentence):
+        samples()
+
+
+def dataset(labels):
+    samples = Samples(torch.zeros(len(labels), 2), torch.tensor(labels, dtype=torch.long))
+    return Dataset("mine", samples, samples, 3, (), ())

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedflat.errors import RecipeError
+from fedflat.errors import RecipeError, SplitError
 from fedflat.federation.federation import Federation, batch_indices, batch_steps
 from fedflat.group import can_share, train_together
 from fedflat.local import LocalRule, Loss, Outcome, Vectors, train
@@ -42,6 +42,9 @@ class Problem:
         if self.buffers == "refuse" and self.network.buffer_layout.shapes:
             names = ", ".join(self.network.buffer_layout.shapes)
             raise RecipeError(f'model.buffers = "refuse", but the model has the buffers {names}')
+        for client in range(self.federation.clients):
+            if not self.federation.samples(client):
+                raise SplitError(f"client {client} holds no sample; give it one or leave it out")
 
     @property
     def memory(self) -> dict[str, int]:
@@ -49,6 +52,11 @@ class Problem:
         sizes = dict.fromkeys(self.method.memory, self.network.size)
         statistics = self.network.buffers.numel()
         return {**sizes, "buffers": statistics} if statistics and self.buffers == "local" else sizes
+
+    def room(self, slots: int = 0) -> int:
+        """The bytes of all clients' memory, and of `slots` uploads with what those clients want to keep."""
+        kept, up = sum(self.memory.values()), self.network.size * (3 + len(self.method.uploads))
+        return (self.federation.clients * kept + slots * (kept + up)) * self.network.weights.element_size()
 
 
 @dataclass(frozen=True)
@@ -65,16 +73,17 @@ class Worker:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        needs_reference = any(part.reference for part in problem.method.parts)
+        needs_reference = any(part.references for part in problem.method.parts)
         self._reference = problem.network.frozen() if needs_reference else None
-        self._initial = problem.network.weights.clone()
+        self._initial = problem.network.weights.clone(), problem.network.buffers.clone()
 
     def turn(self, brief: Brief, client: int, memory: Vectors | None) -> Upload:
         """One client's round; `memory` is None if the client never took part before."""
         problem, network, sent = self.problem, self.problem.network, brief.sent
         memory, rule = self._plan(brief, client, memory)
+        network.reset_counters()
         if network.buffers.numel():
-            network.buffers.copy_(memory.get("buffers", sent["buffers"]))
+            network.buffers.copy_(memory["buffers"] if "buffers" in memory else sent["buffers"])
             if self._reference is not None:
                 self._reference.buffers.copy_(network.buffers)
         batches = self._batches(brief, client, rule)
@@ -96,7 +105,7 @@ class Worker:
         return [self._settle(brief, client, memory, outcome) for client, (memory, _), outcome in planned]
 
     def _plan(self, brief: Brief, client: int, memory: Vectors | None) -> tuple[Vectors, LocalRule]:
-        known = self._first_memory(brief.sent) if memory is None else memory
+        known = self._first_memory() if memory is None else memory
         return known, self.problem.method.plan(self._rule(brief, client), brief.sent, known)
 
     def _settle(self, brief: Brief, client: int, memory: Vectors, outcome: Outcome) -> Upload:
@@ -116,9 +125,10 @@ class Worker:
             notes=outcome.notes,
         )
 
-    def _first_memory(self, sent: Vectors) -> Vectors:
-        memory = self.problem.method.first_memory(self._initial)
-        return {**memory, "buffers": sent["buffers"]} if "buffers" in self.problem.memory else memory
+    def _first_memory(self) -> Vectors:
+        weights, buffers = self._initial
+        memory = self.problem.method.first_memory(weights)
+        return {**memory, "buffers": buffers} if "buffers" in self.problem.memory else memory
 
     def _rule(self, brief: Brief, client: int) -> LocalRule:
         local, samples = self.problem.local, self.problem.federation.samples(client)
@@ -132,6 +142,7 @@ class Worker:
             share=self.problem.federation.share(client),
             layout=self.problem.network.layout,
             head=self.problem.network.head,
+            frozen=self.problem.network.fixed,
         )
 
     def _batches(self, brief: Brief, client: int, rule: LocalRule) -> Iterator[tuple[Tensor, Tensor]]:

@@ -33,12 +33,11 @@ class RunFolder:
     recipe: Recipe
 
     def __post_init__(self) -> None:
-        if (self.path / "metrics.jsonl").exists():
-            raise RunError(f"{self.path}: already holds a run; choose another --out")
+        refuse_taken(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "recipe.toml").write_text(self.recipe.to_toml(), "utf-8")
-            self._metrics = (self.path / "metrics.jsonl").open("x", encoding="utf-8", buffering=1)
+            write_whole(self.path / "recipe.toml", self.recipe.to_toml().encode())
+            self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --out") from None
 
@@ -55,6 +54,13 @@ class RunFolder:
         text = json.dumps({**summary, "model_sha256": digest, "versions": versions}, indent=2)
         write_whole(self.path / "summary.json", text.encode() + b"\n")
         self._metrics.close()
+
+
+def refuse_taken(path: Path) -> None:
+    """A directory that holds a round of a run is never written over."""
+    metrics = path / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size:
+        raise RunError(f"{path}: already holds a run; choose another --out")
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -54,8 +54,8 @@ class LocalRule:
     """What one client does in one round.
 
     The upper fields are facts of the round that parts may read (`share` is nᵢ m/N); the lower ones are theirs to fill.
-    `carry` is what an ascent hands from step to step (FedSMOO's μ), and `settle` finds it in the outcome. `frozen` is a
-    span that no step changes; with `pairs` every step has a second batch.
+    `carry` is what an ascent hands from step to step (FedSMOO's μ), and `settle` finds it in the outcome. `frozen`
+    marks the weights that no step changes; with `pairs` every step has a second batch.
     """
 
     lr: float
@@ -75,7 +75,7 @@ class LocalRule:
     ascent: Ascent | None = None
     carry: Vectors = field(default_factory=dict)
     lr_floor: float = 1.0
-    frozen: slice | None = None
+    frozen: Tensor | None = None
     pairs: bool = False
 
     def lr_at(self, k: int) -> float:
@@ -296,7 +296,7 @@ def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: Local
     if velocity is not None:
         g = velocity.mul_(rule.momentum).add_(g)
     if rule.frozen is not None:
-        g[rule.frozen] = 0.0
+        g.masked_fill_(rule.frozen, 0.0)
     weights.add_(g, alpha=-rule.lr_at(k))
 
 

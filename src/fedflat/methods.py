@@ -107,15 +107,13 @@ def cost(method: Method) -> dict[str, Any]:
     {'down': 2, 'up': 2, 'client': 2, 'server': 3, 'gradients': 2, 'forwards': 0}
     """
     state = probe_state(method)
-    references = {"Distillation": 1, "NotTrueDistillation": 1, "ModelContrast": 2}
-    inner = [getattr(part, "part", part) for part in method.parts]
     return {
         "down": sum(vector.shape == state.weights.shape for vector in method.send(state).values()),
         "up": 1 + len(method.uploads),
         "client": len(method.memory),
         "server": len(method.state),
         "gradients": max((part.gradients for part in method.parts), default=1),
-        "forwards": sum(references.get(type(part).__name__, 0) for part in inner),
+        "forwards": sum(part.references for part in method.parts),
     }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
+from datetime import date, time
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -171,9 +173,9 @@ def validated(table: Mapping[str, Any]) -> Recipe:
     try:
         recipe = Recipe.model_validate(table)
     except ValidationError as error:
-        found = error.errors()
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise RecipeError(_sentence(found[0]) + more) from None
+        # A field of two types is reported once for each: one sentence a field is enough.
+        sentences = {tuple(found["loc"][:2]): _sentence(found) for found in reversed(error.errors())}
+        raise RecipeError("; ".join(reversed(sentences.values()))) from None
     if isinstance(recipe.server.cohort, float) and recipe.server.cohort > 1:
         raise RecipeError(
             f"server.cohort = {recipe.server.cohort}: must be a whole count, or a ratio above 0 up to 1.0"
@@ -218,7 +220,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         elif value.get("name", old.get("name")) == old.get("name"):
             result[key] = {**old, **value}
         else:
-            result[key] = {**{k: v for k, v in old.items() if k in LASTING[key]}, **value}
+            result[key] = {**{k: v for k, v in old.items() if k in LASTING.get(key, ())}, **value}
     return result
 
 
@@ -261,4 +263,6 @@ def _toml(value: Any) -> str:
         return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml, value)) + "]"
+    if (isinstance(value, float) and not math.isfinite(value)) or isinstance(value, date | time):
+        return str(value)
     return json.dumps(value, ensure_ascii=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import time
@@ -17,7 +18,7 @@ from torch import nn
 
 from fedflat import models
 from fedflat.client import Problem
-from fedflat.engine.engine import Engine
+from fedflat.engine.engine import Engine, one_thread
 from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool, cores
 from fedflat.errors import FedflatError, RecipeError, RunError, nearest
@@ -31,7 +32,7 @@ from fedflat.method import Method
 from fedflat.methods import Written, parse, spell
 from fedflat.parts import Part, ServerState
 from fedflat.randomness import generator
-from fedflat.recipe import SECTIONS, Recipe, validated
+from fedflat.recipe import Recipe, validated
 from fedflat.server import RoundReport, cohort_size, conduct, draw_cohort, first_state
 from fedflat.vector import Network
 
@@ -41,7 +42,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.floa
 
 @dataclass(frozen=True)
 class Result:
-    """A finished (or interrupted) run: its recipe, one record for each round, and the global model."""
+    """A finished run: its recipe, one record for each round, and the global model."""
 
     recipe: Recipe
     history: list[Record]
@@ -54,8 +55,8 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """The accuracy after the last evaluated round."""
-        return self.curve("accuracy")[-1][1]
+        """The accuracy after the last evaluated round; NaN where labels are no classes."""
+        return self.curve("accuracy")[-1][1] if self.curve("accuracy") else math.nan
 
     @property
     def summary(self) -> Record:
@@ -94,7 +95,7 @@ def train(
 def _sections(settings: dict[str, Any]) -> Record:
     table: Record = {}
     places = {name: s for s in ("engine", "evaluation", "server", "local") for name in _fields(s) if name != "name"}
-    places |= {f"{section}_{name}": section for section in SECTIONS for name in _fields(section)}
+    places |= {f"{s}_{name}": s for s in ("engine", "evaluation", "server", "local") for name in _fields(s)}
     for name, value in settings.items():
         if name in Recipe.model_fields:
             table[name] = {**table.get(name, {}), "name": value} if name == "engine" else value
@@ -142,12 +143,16 @@ def _split_seed(recipe: Recipe) -> int:
 def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, method: Method, loss: Loss) -> Problem:
     """Federation, model and method as one problem."""
     dtype = DTYPES[recipe.precision]
-    if module is None:
+    federation = federation.as_dtype(dtype)
+    if module is not None:
+        # The caller's module stays as it is, so that the next run can begin with it again.
+        module = copy.deepcopy(module)
+    else:
         shape, classes = federation.dataset.shape, federation.dataset.classes
         chance = generator(recipe.seed, "weights")
         module = models.build(recipe.model.name, shape, classes, chance, **recipe.model.options())
     network = Network(module, dtype, autocast=recipe.precision == "bf16")
-    federation = federation.as_dtype(dtype)
+    network.choose_head(federation.held_out("train", 0, 1)[0])
     group = recipe.engine.group or group_size(network.size, cohort_size(recipe.server, federation.clients))
     return Problem(federation, network, method, recipe.local, recipe.seed, loss, True, recipe.model.buffers, group)
 
@@ -228,7 +233,8 @@ def execute(
     """All rounds of the recipe; with a directory, everything is also written there as it comes."""
     folder = RunFolder(directory, recipe) if directory else None
     state, history = first_state(problem), list[Record]()
-    with closing(start_engine(problem, recipe, state)) as engine:
+    # The server's own sums are made by one thread too, or their last bits would depend on the machine.
+    with closing(start_engine(problem, recipe, state)) as engine, one_thread():
         for now, record in rounds(problem, recipe, state, engine):
             state = now
             history.append(record)

@@ -55,8 +55,9 @@ def draw_cohort(server: Server, clients: int, seed: int, round: int) -> list[int
     chance = numpy_generator(seed, "cohort", round)
     if server.sampling == "uniform":
         return sorted(chance.choice(clients, size, replace=False).tolist())
+    odds = server.cohort if isinstance(server.cohort, float) else size / clients
     while True:
-        active = [i for i, draw in enumerate(chance.random(clients)) if draw <= size / clients]
+        active = [i for i, draw in enumerate(chance.random(clients)) if draw <= odds]
         if active:
             return active
 
@@ -66,7 +67,7 @@ def conduct(
 ) -> tuple[ServerState, RoundReport]:
     """One round: brief the cohort, let the engine train it, merge the uploads into the next state."""
     sent = problem.method.send(state)
-    if state.buffers.numel():
+    if state.buffers.numel() and problem.buffers == "average":
         sent["buffers"] = state.buffers
     brief = Brief(state.round, problem.local.lr * problem.local.lr_decay**state.round, sent)
     uploads = Uploads([_sound(upload, state.round) for upload in engine.turns(brief, cohort)], server.average)

@@ -69,12 +69,23 @@ class Memory:
 
 
 class Scratch:
-    """A directory for shared files that goes when it is closed; in memory where the system has room there."""
+    """A directory for shared files that goes when it is closed: in memory if that has room, else among temporary files.
 
-    def __init__(self) -> None:
-        shared = Path("/dev/shm")
-        root = str(shared) if shared.is_dir() and os.access(shared, os.W_OK) else None
-        self.path = Path(tempfile.mkdtemp(prefix="fedflat-", dir=root))
+    Its name holds the process id, so that what a killed process left behind is found and removed by the next one.
+    """
+
+    def __init__(self, size: int, memory: Path = Path("/dev/shm")) -> None:
+        roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1.1 * size
+        root = memory if roomy else Path(tempfile.gettempdir())
+        _sweep(root)
+        self.path = Path(tempfile.mkdtemp(prefix=f"fedflat-{os.getpid()}-", dir=root))
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _sweep(root: Path) -> None:
+    for left in root.glob("fedflat-*-*"):
+        owner = left.name.split("-")[1]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(left, ignore_errors=True)

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class Network:
     With `autocast` its passes compute in bfloat16 where torch deems that safe; weights, gradients and logits stay as
     they are.
 
-    `head` is the slice of the last linear layer, whose output must be the module's; the rest is the body. Floating
+    `head` is the slice of the linear layer whose output is the module's; the rest is the body. Floating
     buffers (batch-norm statistics) live in the vector `buffers`; integer ones are counters and stay with the module.
     """
 
@@ -112,8 +112,9 @@ class Network:
         self.buffer_layout = Layout.of((n, b) for n, b in self.module.named_buffers() if b.is_floating_point())
         if not self.layout.shapes:
             raise RecipeError("model: it has no parameters, so there is nothing to train")
-        self.head_name, self.head_module = _last_linear(self.module)
-        self.head = self._span(self.head_name)
+        fixed = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+        self.fixed = self.layout.mask(fixed.__contains__) if fixed else None
+        self.choose_head(None)
         self.weights = self.layout.flatten(dict(self.module.named_parameters()))
         self.gradient = torch.zeros_like(self.weights)
         self.buffers = _joined(dict(self.module.named_buffers()), self.buffer_layout, self.weights)
@@ -126,6 +127,29 @@ class Network:
     def size(self) -> int:
         """d, the number of parameters."""
         return self.layout.size
+
+    @torch.no_grad()
+    def choose_head(self, sample: Tensor | None) -> None:
+        """Take as the head the linear layer whose output is the model's for this sample; without one, the last."""
+        linear = [(name, m) for name, m in self.module.named_modules() if isinstance(m, nn.Linear)]
+        if not linear:
+            raise RecipeError("model: no nn.Linear found to serve as the head; the last layer must be one")
+        if sample is not None:
+            outputs: dict[str, Tensor] = {}
+            with ExitStack() as hooks:
+                for name, m in linear:
+                    keep = partial(_keep_output, outputs, name)
+                    hooks.callback(m.register_forward_hook(keep).remove)
+                logits = self.module.eval()(sample)
+            linear = [entry for entry in linear if outputs.get(entry[0]) is logits] or linear
+        name, self.head_module = linear[-1]
+        self.head = self._span(name)
+
+    def reset_counters(self) -> None:
+        """Integer buffers count the batches of one client's round; they are neither sent nor kept."""
+        for buffer in self.module.buffers():
+            if not buffer.is_floating_point():
+                buffer.zero_()
 
     def bind(self, weights: Tensor) -> None:
         """Let the module's parameters be views into `weights` from now on."""
@@ -218,11 +242,8 @@ def _activation_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _last_linear(module: nn.Module) -> tuple[str, nn.Module]:
-    linear: list[tuple[str, nn.Module]] = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]
-    if not linear:
-        raise RecipeError("model: no nn.Linear found to serve as the head; the last layer must be one")
-    return linear[-1]
+def _keep_output(outputs: dict[str, Tensor], name: str, module: nn.Module, arguments: Any, output: Tensor) -> None:
+    outputs[name] = output
 
 
 def _joined(tensors: Mapping[str, Tensor], layout: Layout, like: Tensor) -> Tensor:

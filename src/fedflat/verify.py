@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.client import Problem
+from fedflat.engine.engine import one_thread
 from fedflat.engine.inline import Inline
 from fedflat.errors import DataError, FedflatError, RecipeError
 from fedflat.federation.datasets import Dataset, Samples
@@ -83,8 +84,7 @@ def _problem(recipe: Arrays, arrays: Arrays) -> tuple[str, Problem, Server]:
     local |= {"clip": local.get("clip") or 0.0, "clip_mode": "official"}
     checked = validated({"local": local, "server": {"average": recipe["average"]}})
     network = Network(_model(recipe["model"]), torch.float64)
-    if arrays["initial"].shape != (network.size,):
-        raise RecipeError(f"initial has shape {arrays['initial'].shape}, but the model has {network.size} parameters")
+    _check_shapes(arrays, network.size)
     network.weights.copy_(torch.from_numpy(arrays["initial"]))
     federation = _federation(arrays)
     name = " + ".join(part["name"] for part in written)
@@ -112,17 +112,36 @@ def _federation(arrays: Arrays) -> Federation:
 
 
 def _replay(problem: Problem, server: Server, arrays: Arrays) -> float:
-    deviations = []
-    state = first_state(problem)
-    with closing(Inline(problem)) as engine:
+    deviations, state = [0.0], first_state(problem)
+    with closing(Inline(problem)) as engine, one_thread():
         for round, active in enumerate(arrays["participants"]):
+            if not active.any():
+                state = replace(state, round=state.round + 1)
+                continue
             state, report = conduct(problem, server, state, engine, np.flatnonzero(active).tolist())
-            deviations.append(_largest(state.weights, arrays["weights"][round]))
+            deviations.append(_largest(state.weights, torch.from_numpy(arrays["weights"][round])))
             if "consistency" in arrays:
-                deviations.append(abs(report.consistency - float(arrays["consistency"][round])))
+                recorded = torch.tensor(float(arrays["consistency"][round]))
+                deviations.append(_largest(torch.tensor(report.consistency), recorded))
     return max(deviations)
 
 
-def _largest(ours: Tensor, theirs: Any) -> float:
-    difference = (ours - torch.from_numpy(theirs)).abs().max()
+def _largest(ours: Tensor, theirs: Tensor) -> float:
+    difference = (ours - theirs).abs().max()
     return float(difference) if torch.isfinite(difference) else float("inf")
+
+
+def _check_shapes(arrays: Arrays, size: int) -> None:
+    rounds, clients = arrays["participants"].shape
+    wanted = {"initial": (size,), "weights": (rounds, size), "consistency": (rounds,)}
+    for name, shape in wanted.items():
+        if name in arrays and arrays[name].shape != shape:
+            raise RecipeError(
+                f"{name} has shape {arrays[name].shape}, but {rounds} rounds of a model with {size} parameters "
+                f"make it {shape}"
+            )
+    for i in range(clients):
+        if not len(arrays[f"labels_{i}"]) or len(arrays[f"labels_{i}"]) != len(arrays[f"inputs_{i}"]):
+            raise RecipeError(
+                f"client {i} has {len(arrays[f'inputs_{i}'])} inputs and {len(arrays[f'labels_{i}'])} labels"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import typer
@@ -15,8 +16,12 @@ __all__ = ["app", "data", "main", "methods", "personalize", "run"]
 
 def main() -> None:
     """The entry point: a user's mistake becomes one sentence and an exit code, never a traceback."""
+    # A batch system ends jobs by SIGTERM: leave by the normal way, so that workers and shared files go too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.path.insert(0, "")  # a user's own model beside the recipe
     try:
-        sys.exit(app(standalone_mode=False))
+        code = app(standalone_mode=False)
+        sys.exit(_failed("interrupted", code) if code == 130 else code)
     except FedflatError as error:
         sys.exit(_failed(str(error), error.exit_code))
     except (KeyboardInterrupt, typer.Abort):

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedflat.cli.app import JsonOption, RecipeArgument, SetOption, app, err, out
+from fedflat.errors import RecipeError
 
 
 @app.command()
@@ -22,22 +23,28 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Train a federated model from a recipe."""
-    from fedflat.recipe import load
+    from fedflat.recipe import Recipe, load
 
     chosen = [[f"method={json.dumps(name)}"] for name in method or []] or [[]]
     recipes = [load(recipe, [*(set_ or []), *one]) for one in chosen]
 
+    from fedflat.folder import refuse_taken
     from fedflat.methods import parse
     from fedflat.report.display import RoundProgress, comparison
     from fedflat.run import execute, prepare
 
+    base = out_dir or _free_directory()
+    folders: dict[Path, Recipe] = {}
     for each in recipes:
         parse(each.method)
-    base = out_dir or _free_directory()
-    results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
-    for each in recipes:
-        problem, full = prepare(each)
         folder = base if len(recipes) == 1 else base / _slug(str(each.method))
+        if folder in folders:
+            raise RecipeError(f"--method {each.method}: given twice")
+        refuse_taken(folder)
+        folders[folder] = each
+    results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
+    for folder, each in folders.items():
+        problem, full = prepare(each)
         if not as_json and not results:
             out.print(full.to_toml(), markup=False, highlight=False)
         with RoundProgress(str(each.method), full.server.rounds, err if as_json else out) as progress:
@@ -46,7 +53,7 @@ def run(
     if as_json:
         print(json.dumps([summary for _, _, summary in results], indent=2))
     else:
-        out.print(comparison(results))
+        out.print(comparison(results, recipes[0].evaluation.on))
         out.print(f"written to {base}", markup=False, highlight=False)
 
 
@@ -85,7 +92,8 @@ def split(
         partition.save(save, [shard.numpy() for shard in federation.shards])
         err.print(f"saved to {save}", markup=False, highlight=False)
     if draw:
-        draw_split(counts, draw, f"{chosen.data.name}, {chosen.split.name}")
+        options = ", ".join(f"{name} {value}" for name, value in chosen.split.options().items())
+        draw_split(counts, draw, f"{chosen.data.name}, {chosen.split.name} {options}")
         err.print(f"drawn to {draw}", markup=False, highlight=False)
 
 
@@ -94,4 +102,9 @@ def recipe(name: RecipeArgument = None, set_: SetOption = None) -> None:
     """Print a recipe with every value in force."""
     from fedflat.recipe import load
 
-    print(load(name, set_ or []).to_toml(), end="")
+    chosen = load(name, set_ or [])
+
+    from fedflat.methods import parse, spell
+
+    parse(chosen.method)
+    print(chosen.model_copy(update={"method": spell(chosen.method)}).to_toml(), end="")

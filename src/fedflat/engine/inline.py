@@ -19,7 +19,7 @@ class Inline:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._worker = Worker(problem)
-        self._scratch = Scratch()
+        self._scratch = Scratch(problem.room())
         self._memory = Memory(
             self._scratch.path, problem.federation.clients, problem.memory, problem.network.weights.dtype
         )

@@ -43,7 +43,7 @@ class Pool:
 
     def __init__(self, problem: Problem, state: ServerState, slots: int, workers: int) -> None:
         self._problem = problem
-        self._scratch = Scratch()
+        self._scratch = Scratch(problem.room(slots))
         self._shared = Shared(self._scratch, problem, state, slots)
         # Forked workers begin at once with torch and the data in place; elsewhere they import and map them.
         context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
@@ -121,12 +121,12 @@ class Shared:
 
     def __init__(self, scratch: Scratch, problem: Problem, state: ServerState, slots: int) -> None:
         size, statistics, dtype = problem.network.size, problem.network.buffers.numel(), state.weights.dtype
-        local = "buffers" in problem.memory
+        shared = 0 if "buffers" in problem.memory else statistics
         sent = {name: vector.numel() for name, vector in problem.method.send(state).items()}
         uploads = dict.fromkeys(("delta", *problem.method.uploads), size)
-        self.board = Tables(scratch.path, "sent", 1, {**sent, "buffers": statistics}, dtype)
+        self.board = Tables(scratch.path, "sent", 1, {**sent, "buffers": shared}, dtype)
         self.model = Tables(scratch.path, "model", 1, {"weights": size, "buffers": statistics}, dtype)
-        self.slots = Tables(scratch.path, "upload", slots, {**uploads, "buffers": 0 if local else statistics}, dtype)
+        self.slots = Tables(scratch.path, "upload", slots, {**uploads, "buffers": shared}, dtype)
         self.kept = Tables(scratch.path, "kept", slots, problem.memory, dtype)
         self.memory = Memory(scratch.path, problem.federation.clients, problem.memory, dtype)
 

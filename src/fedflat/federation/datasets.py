@@ -30,6 +30,12 @@ class Samples:
     labels: Tensor
     groups: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.labels) or (self.groups is not None and len(self.groups) != len(self.labels)):
+            raise DataError(f"samples: {len(self.inputs)} inputs with {len(self.labels)} labels; give one for each")
+        if self.labels.dtype != torch.int64 and not self.labels.is_floating_point():
+            raise DataError(f"samples: labels are {self.labels.dtype}; make them int64 classes, or floating targets")
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -44,6 +50,16 @@ class Dataset:
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for part in (self.train, self.test):
+            if not len(part):
+                raise DataError(f"{self.name}: it needs at least one training and one test sample")
+            if (
+                part.labels.dtype == torch.int64
+                and not 0 <= int(part.labels.min()) <= int(part.labels.max()) < self.classes
+            ):
+                raise DataError(f"{self.name}: labels must be classes from 0 to {self.classes - 1}")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -219,6 +235,8 @@ def read_arrays(path: Path | None) -> Dataset:
     if min(std) <= 0:
         raise DataError(f"{path} has a std that is not positive")
     classes = 1 + max(int(train.labels.max()), int(test.labels.max()))
+    if classes > len(train) + len(test):
+        raise DataError(f"{path} has the label {classes - 1}, which makes more classes than samples; count them from 0")
     return Dataset("arrays", train, test, classes, mean, std)
 
 

@@ -116,6 +116,8 @@ def federate(
     >>> federation.clients, sum(federation.samples(i) for i in range(20)) == len(federation.dataset.train.labels)
     (20, True)
     """
+    if split == "given":
+        raise SplitError("split = 'given': this federation was made in Python; pass it to fedflat.train again")
     dataset = load(data, directory) if isinstance(data, str) else data
     dataset = replace(dataset, mean=mean or dataset.mean, std=std or dataset.std)
     train = dataset.train

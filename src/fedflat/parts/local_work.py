@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from fedflat.local import LocalRule, Slope, Vectors
@@ -34,7 +35,9 @@ class FrozenHead(Part):
     """
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        return replace(rule, frozen=rule.head)
+        frozen = torch.zeros(len(sent["weights"]), dtype=torch.bool) if rule.frozen is None else rule.frozen.clone()
+        frozen[rule.head] = True
+        return replace(rule, frozen=frozen)
 
 
 @dataclass(frozen=True)

@@ -172,9 +172,9 @@ class Part:
         return ""
 
     @property
-    def reference(self) -> bool:
-        """Whether a frozen copy of the global model is run on every batch."""
-        return False
+    def references(self) -> int:
+        """How many frozen models are run on every batch."""
+        return 0
 
     @property
     def gradients(self) -> int:

@@ -48,7 +48,7 @@ class ProximalAscent(Part):
 
     @property
     def gradients(self) -> int:
-        return 2 if self.part.reference and self.scope != "head" else 1
+        return 2 if self.part.references and self.scope != "head" else 1
 
     @property
     def memory(self) -> tuple[str, ...]:
@@ -59,8 +59,8 @@ class ProximalAscent(Part):
         return self.part.state
 
     @property
-    def reference(self) -> bool:
-        return self.part.reference
+    def references(self) -> int:
+        return self.part.references
 
     @property
     def uploads(self) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ class Distillation(Part):
     z_g are the logits of the frozen global model on the same batch. As FedSoL's proximal loss, β and τ² cancel.
     """
 
-    reference = True
+    references = 1
 
     tau: float = option(3.0, "temperature τ", low=0, open_low=True)
     beta: float = option(1.0, "weight β", low=0)
@@ -113,7 +113,7 @@ class NotTrueDistillation(Part):
     Deviations: none.
     """
 
-    reference = True
+    references = 1
 
     beta: float = option(1.0, "weight β", low=0)
     tau: float = option(1.0, "temperature τ", low=0, open_low=True)
@@ -149,7 +149,7 @@ class ModelContrast(Part):
     """
 
     memory = ("previous",)
-    reference = True
+    references = 2
 
     mu: float = option(0.1, "weight μ", low=0)
     tau: float = option(0.5, "temperature τ", low=0, open_low=True)

@@ -54,9 +54,9 @@ class RoundProgress:
             self._bar.stop()
 
 
-def comparison(results: Sequence[tuple[str, Sequence[Record], Record]]) -> Table:
-    """Runs side by side: (method, history, summary) of each."""
-    table = Table(title="accuracy of the global model on the test samples", title_justify="left")
+def comparison(results: Sequence[tuple[str, Sequence[Record], Record]], samples: str) -> Table:
+    """Runs side by side: (method, history, summary) of each, scored on the test or training samples."""
+    table = Table(title=f"accuracy of the global model on the {samples} samples", title_justify="left")
     for name in ("method", "last", "best", "last 10", "consistency", "MB sent", "seconds"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for method, history, summary in results:
@@ -65,7 +65,7 @@ def comparison(results: Sequence[tuple[str, Sequence[Record], Record]]) -> Table
         table.add_row(
             method,
             *("–" if value is None else f"{value:.4f}" for value in shown),
-            f"{history[-1]['consistency']:.3g}",
+            "–" if history[-1]["consistency"] is None else f"{history[-1]['consistency']:.3g}",
             f"{traffic:.1f}",
             f"{summary['seconds']:.1f}",
         )
@@ -73,17 +73,21 @@ def comparison(results: Sequence[tuple[str, Sequence[Record], Record]]) -> Table
 
 
 def split_table(counts: Sequence[Sequence[int]], most: int = 20) -> Table:
-    """Clients × classes with the number of samples; the first clients and the sums."""
-    classes = range(len(counts[0]))
-    table = Table(
-        title=f"{len(counts)} clients, {sum(map(sum, counts))} samples", title_justify="left", show_footer=True
-    )
-    table.add_column("client", "all", justify="right")
-    for c in classes:
-        table.add_column(f"class {c}", str(sum(row[c] for row in counts)), justify="right")
-    table.add_column("samples", str(sum(map(sum, counts))), justify="right", style="bold")
+    """Clients × classes with the number of samples; beyond 12 classes each client's three largest instead."""
+    classes = len(counts[0])
+    total = sum(map(sum, counts))
+    table = Table(title=f"{len(counts)} clients, {total} samples, {classes} classes", title_justify="left")
+    few = classes <= 12
+    for name in ("client", "samples", *(map(str, range(classes)) if few else ("classes", "largest"))):
+        table.add_column(name, justify="right" if few or name != "largest" else "left")
     for client, row in enumerate(counts[:most]):
-        table.add_row(str(client), *(str(n) if n else "·" for n in row), str(sum(row)))
+        held = sorted(((n, c) for c, n in enumerate(row) if n), reverse=True)
+        largest = ", ".join(f"{n} of class {c}" for n, c in held[:3])
+        cells = [str(n) if n else "·" for n in row] if few else [str(len(held)), largest]
+        table.add_row(str(client), str(sum(row)), *cells)
     if len(counts) > most:
-        table.add_row("…", *("…" for _ in classes), "…")
+        table.add_row("…", "…", *("…" for _ in range(classes if few else 2)))
+    if few:
+        table.add_section()
+        table.add_row("all", str(total), *(str(sum(column)) for column in zip(*counts, strict=True)))
     return table

@@ -27,26 +27,37 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def draw_split(counts: Sequence[Sequence[int]], path: Path, title: str = "") -> None:
-    """Clients × classes: circles whose area is the number of samples; above 60 clients stacked bars of class shares."""
+    """Clients × classes: circles by number of samples, stacked bars for many clients, a heat map for many classes."""
     table = np.asarray(counts)
     clients, classes = table.shape
-    figure = _figure(min(max(6.0, 0.22 * clients + 2), 16), min(max(3.0, 0.28 * classes + 1.2), 9))
+    figure = _figure(min(max(6.0, 0.22 * clients + 2), 16), min(max(3.5, 0.28 * classes + 1.2), 9))
     axes = figure.subplots()
-    colours = [f"C{c % 10}" for c in range(classes)]
-    if clients <= 60:
-        x, y = np.nonzero(table)
-        area = table[x, y] / table.max() * 160
-        axes.scatter(x, y, s=area, c=[colours[c] for c in y])
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set(ylabel="class", yticks=range(classes) if classes <= 20 else [], xlim=(-1, clients), ylim=(-1, classes))
+    if classes > 20:
+        figure.colorbar(axes.imshow(table.T, aspect="auto", origin="lower", cmap="viridis"), label="samples")
+        axes.set(ylabel="class")
+    elif clients <= 60:
+        _circles(axes, table)
     else:
-        below = np.zeros(clients)
-        for c in range(classes):
-            axes.bar(range(clients), table[:, c], bottom=below, width=1.0, color=colours[c])
-            below += table[:, c]
-        axes.set(ylabel="samples", xlim=(-0.5, clients - 0.5))
+        _bars(axes, table)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="client", title=title)
     _save(figure, path)
+
+
+def _circles(axes: Any, table: Any) -> None:
+    x, y = np.nonzero(table)
+    axes.scatter(x, y, s=table[x, y] / table.max() * 160, c=[f"C{c % 10}" for c in y])
+    axes.set(ylabel="class", xlim=(-1, len(table)), ylim=(-1, table.shape[1]))
+
+
+def _bars(axes: Any, table: Any) -> None:
+    below = np.zeros(len(table))
+    for c, column in enumerate(table.T):
+        axes.bar(range(len(table)), column, bottom=below, width=1.0, color=f"C{c % 10}", label=str(c))
+        below += column
+    axes.set(ylabel="samples", xlim=(-0.5, len(table) - 0.5))
+    axes.legend(title="class", bbox_to_anchor=(1, 1), loc="upper left", frameon=False, fontsize="small")
 
 
 Curve = Sequence[tuple[int, float]]
