@@ -162,12 +162,15 @@ def test_rectified_pool_is_the_pool_of_the_relu_also_in_ties(geometry: tuple[int
     assert torch.equal(slope, expected_slope)
 
 
-def test_without_a_hook_the_relu_works_on_the_quarter_that_the_pool_leaves() -> None:
+def test_without_a_hook_nothing_is_rectified_before_the_pool() -> None:
     pool = RectifiedPool(2)
     seen: list[tuple[int, ...]] = []
     pool.relu.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
     pool(batch((3, 8, 8), 2))
-    assert seen == [(2, 3, 4, 4)]
+    assert not seen
+    pool.relu.register_forward_hook(lambda *_: None)
+    pool(batch((3, 8, 8), 2))
+    assert seen == [(2, 3, 8, 8)]
 
 
 @every_model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,11 @@ class Federation:
 
     def share(self, client: int) -> float:
         """nᵢ m / N: a client's size relative to the mean client."""
-        return self.samples(client) * self.clients / sum(map(len, self.shards))
+        return self.samples(client) * self.clients / self._total
+
+    @cached_property
+    def _total(self) -> int:
+        return sum(map(len, self.shards))
 
     def as_dtype(self, dtype: torch.dtype) -> Federation:
         """The same federation with its batches in another precision."""

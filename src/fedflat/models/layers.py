@@ -28,9 +28,10 @@ class RectifiedPool(nn.Module):
         self.pool = nn.MaxPool2d(size, stride, padding)
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second = (self.relu, self.pool) if self.relu._forward_hooks else (self.pool, self.relu)
-        y: Tensor = second(first(x))
-        return y
+        if self.relu._forward_hooks:
+            x = self.relu(x)
+        # After a ReLU this one changes nothing, but it hands the pool a gradient in the pool's own memory format.
+        return F.relu_(self.pool(x))
 
 
 class Colour(nn.Module):

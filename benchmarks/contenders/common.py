@@ -1,0 +1,197 @@
+"""What the contenders share: the job of a SPEC.json, the network as one usually writes it, the clock and the report."""
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+@dataclass(frozen=True)
+class Job:
+    """FedAvg on explicit cohorts, one for each round; `data` and `initial` are .npz files.
+
+    Bytes are normalised to (x/255 − mean)/std, other inputs stay as they are. `workers` and `precision` are for ours.
+    """
+
+    name: str
+    model: str
+    images: str
+    data: str
+    initial: str
+    cohorts: list[list[int]]
+    epochs: int
+    batch: int
+    lr: float
+    momentum: float
+    weight_decay: float
+    seed: int
+    mean: list[float]
+    std: list[float]
+    workers: int
+    precision: str
+
+    @classmethod
+    def read(cls, path: str) -> "Job":
+        return cls(**json.loads(Path(path).read_text("utf-8")))
+
+    def arrays(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """All inputs, all labels, and each client's indices."""
+        with np.load(self.data, allow_pickle=False) as file:
+            inputs, labels, indices, offsets = (file[name] for name in ("inputs", "labels", "indices", "offsets"))
+        shards = torch.from_numpy(indices).tensor_split(torch.from_numpy(offsets[1:-1]))
+        return torch.from_numpy(inputs), torch.from_numpy(labels), list(shards)
+
+    def client_count(self) -> int:
+        with np.load(self.data, allow_pickle=False) as file:
+            return len(file["offsets"]) - 1
+
+    def clients(self) -> list[TensorDataset]:
+        """Each client's samples."""
+        inputs, labels, shards = self.arrays()
+        return [TensorDataset(inputs[shard], labels[shard]) for shard in shards]
+
+    def first_weights(self) -> Tensor:
+        with np.load(self.initial, allow_pickle=False) as file:
+            return torch.from_numpy(file["weights"])
+
+    def network(self, weights: Tensor | None = None) -> nn.Module:
+        """The plain network, with the job's initial weights unless others are given."""
+        model = nn.Sequential(Normalise(self.mean, self.std), *LAYERS[self.model]())
+        vector = self.first_weights() if weights is None else weights
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter, part in zip(model.parameters(), vector.split(sizes), strict=True):
+                parameter.copy_(part.view_as(parameter))
+        return model
+
+
+class Normalise(nn.Module):
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() / 255 - self.mean) / self.std if x.dtype == torch.uint8 else x
+
+
+def _cnn() -> list[nn.Module]:
+    """The FedAvg-CNN: 2,156,490 parameters."""
+    return [
+        nn.Conv2d(3, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(4096, 512), nn.ReLU(), nn.Linear(512, 10),
+    ]  # fmt: skip
+
+
+def _mlp() -> list[nn.Module]:
+    """784-200-200-10: 199,210 parameters."""
+    return [nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)]
+
+
+LAYERS = {"cnn": _cnn, "mlp": _mlp}
+
+
+def fit(model: nn.Module, samples: TensorDataset, job: Job) -> None:
+    """A client's epochs, as a script usually has them."""
+    optimizer = torch.optim.SGD(model.parameters(), job.lr, momentum=job.momentum, weight_decay=job.weight_decay)
+    loader = DataLoader(samples, batch_size=job.batch, shuffle=True)
+    model.train()
+    for _ in range(job.epochs):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+
+
+class Stopwatch:
+    """Times the rounds; looks at weights and memory only while the clock stands."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._seconds: list[float] = []
+        self.resume()
+
+    def resume(self) -> None:
+        self._begun = time.perf_counter()
+
+    def lap(self, weights: Iterable[Tensor]) -> None:
+        """A round has ended with these weights."""
+        self._seconds.append(time.perf_counter() - self._begun)
+        if len(self._seconds) == 1:
+            self._first_round, self._after_first = age(), _flat(weights)
+        if len(self._seconds) == len(self._job.cohorts):
+            self._memory, self._last = pss_mb(), _flat(weights)
+        self.resume()
+
+    def report(self, contender: str, *packages: str) -> None:
+        """The one line of JSON that the driver reads."""
+        inputs, labels, shards = self._job.arrays()
+        names = ("torch", "numpy", *packages)
+        line = {
+            "contender": contender,
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
+            "seconds": self._seconds,
+            "first_round": self._first_round,
+            "samples": [self._job.epochs * sum(len(shards[c]) for c in cohort) for cohort in self._job.cohorts],
+            "loss_after_first_round": _loss(self._job.network(self._after_first), inputs, labels),
+            "pss_mb": self._memory,
+            "weights_norm": float(self._last.norm()),
+        }
+        sys.stdout.flush()
+        print(json.dumps(line), flush=True)
+
+
+def _flat(weights: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in weights])
+
+
+@torch.no_grad()
+def _loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
+    model.eval()
+    batches = zip(inputs.split(500), labels.split(500), strict=True)
+    return sum(float(F.cross_entropy(model(x), y, reduction="sum")) for x, y in batches) / len(labels)
+
+
+def age() -> float:
+    """Seconds since this process was started, so that its imports count."""
+    ticks = int(_stat("self")[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def pss_mb() -> float:
+    """The proportional memory of this process and all that descend from it."""
+    parents: dict[str, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[folder.name] = _stat(folder.name)[1]
+        except OSError:  # it has ended meanwhile
+            continue
+    family = {str(os.getpid())}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(map(_pss_kb, family)) / 1024
+
+
+def _stat(process: str) -> list[str]:
+    """The fields after the name: state, parent, …, with the start time at 19."""
+    return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
+
+
+def _pss_kb(process: str) -> int:
+    try:
+        lines = Path("/proc", process, "smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

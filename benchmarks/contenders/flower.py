@@ -1,0 +1,101 @@
+"""Flower: its simulation on Ray with one actor for each core, its FedAvg strategy, its message API.
+
+    python contenders/flower.py SPEC.json
+
+There is a supernode for each client. The strategy names the client in the message instead of drawing nodes, so that no
+time goes into asking 1,000 nodes for their partition-id first.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import torch
+from common import Job, Stopwatch, fit
+from torch.utils.data import TensorDataset
+
+os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.simulation import run_simulation
+
+
+@cache
+def prepared(path: str) -> tuple[Job, list[TensorDataset]]:
+    """The job and its data, loaded once by each actor."""
+    job = Job.read(path)
+    torch.set_num_threads(1)
+    torch.manual_seed(job.seed + os.getpid())
+    return job, job.clients()
+
+
+def train(message: Message, context: Context) -> Message:
+    task = message.content["config"]
+    job, clients = prepared(task["spec"])
+    samples = clients[task["client"]]
+    model = job.network()
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    fit(model, samples, job)
+    content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": len(samples)})}
+    return Message(RecordDict(content), reply_to=message)
+
+
+class Named(FedAvg):
+    """FedAvg whose cohorts are given: client k is the k-th node."""
+
+    def __init__(self, job: Job, spec: str) -> None:
+        super().__init__(fraction_evaluate=0.0)
+        self._job, self._spec, self.watch = job, spec, Stopwatch(job)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        nodes = sorted(grid.get_node_ids())
+        for client in self._job.cohorts[server_round - 1]:
+            task = ConfigRecord({"client": client, "spec": self._spec})
+            content = RecordDict({"arrays": arrays, "config": task})
+            yield Message(content, dst_node_id=nodes[client], message_type=MessageType.TRAIN)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        good = [reply for reply in replies if not reply.has_error()]
+        if len(good) < len(self._job.cohorts[server_round - 1]):
+            raise RuntimeError(f"round {server_round}: only {len(good)} clients replied")
+        arrays, metrics = super().aggregate_train(server_round, good)
+        self.watch.lap(arrays.to_torch_state_dict().values())
+        return arrays, metrics
+
+
+def main() -> None:
+    spec = str(Path(sys.argv[1]).resolve())
+    os.environ.setdefault("FLWR_HOME", str(Path(spec).with_suffix(".flwr")))
+    # Actors import this file and what it imports.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    job = Job.read(spec)
+    client, server = ClientApp(), ServerApp()
+    client.train()(train)
+    strategy = Named(job, spec)
+
+    @server.main()
+    def rounds(grid: Grid, context: Context) -> None:
+        strategy.start(grid, ArrayRecord(job.network().state_dict()), num_rounds=len(job.cohorts))
+
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    start = {"init_args": {"num_cpus": job.workers, "include_dashboard": False}}
+    supernodes = job.client_count()
+    strategy.watch.resume()
+    run_simulation(server, client, num_supernodes=supernodes, backend_config=resources | start)
+    strategy.watch.report("flower", "flwr", "ray")
+
+
+if __name__ == "__main__":
+    # The module by its name and not as __main__: only then do the actors find one cache instead of copies of it.
+    import flower
+
+    flower.main()

@@ -1,0 +1,144 @@
+"""The jobs: each as a SPEC.json with its data and initial weights, which every contender reads.
+
+    FEDFLAT_DATA=… python contenders/jobs.py FOLDER --jobs J2 J3 [--rounds 5]
+
+Without the data set on disk its images are random; the job then says so. Prints the path of each SPEC.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import Job
+
+from fedflat import Dataset, Federation, Samples, federate, models
+from fedflat.errors import DataError
+from fedflat.federation.augment import normalise
+from fedflat.federation.datasets import load
+from fedflat.randomness import generator
+from fedflat.recipe import Server
+from fedflat.server import draw_cohort
+from fedflat.vector import Network
+
+SHAPES = {"cifar10": (50_000, 3, 32, 32), "mnist": (60_000, 1, 28, 28)}
+NETWORKS = {"cnn": "fedavg-cnn", "mlp": "mlp"}
+IID: dict[str, Any] = {"split": "iid"}
+LDA: dict[str, Any] = {"split": "lda", "alpha": 0.1}
+UNEVEN: dict[str, Any] = {"split": "sizes", "exponent": 0.5}
+HEAVY: dict[str, float] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-5}
+STRONG: dict[str, float] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2}
+LIGHT: dict[str, float] = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`samples` of a data set (0 = all) divided among clients, and how the cohort trains."""
+
+    model: str
+    data: str
+    clients: int
+    cohort: int
+    epochs: int
+    batch: int
+    samples: int = 0
+    split: dict[str, Any] = field(default_factory=IID.copy)
+    sgd: dict[str, float] = field(default_factory=HEAVY.copy)
+
+
+JOBS = {
+    "J1": Plan("cnn", "cifar10", clients=100, cohort=10, epochs=5, batch=50, split=LDA),
+    "J2": Plan("cnn", "cifar10", clients=100, cohort=10, epochs=5, batch=50),
+    "J3": Plan("mlp", "mnist", clients=1000, cohort=10, epochs=1, batch=10, sgd=LIGHT),
+    "J3b": Plan("mlp", "mnist", clients=1000, cohort=100, epochs=1, batch=10, sgd=LIGHT),
+    # Seconds long, to see that all contenders train the same thing: a batch takes all of a client, so that the order of
+    # its samples cannot matter, and clients differ in size, so that the weights of the average do.
+    "check": Plan("mlp", "mnist", clients=20, cohort=10, epochs=5, batch=2000, samples=2000, split=UNEVEN, sgd=STRONG),
+    "check-cnn": Plan(
+        "cnn", "cifar10", clients=8, cohort=4, epochs=3, batch=500, samples=500, split=UNEVEN, sgd=STRONG
+    ),
+}
+
+
+def write(folder: Path, name: str, rounds: int, seed: int = 0, workers: int = 2, precision: str = "float32") -> Path:
+    """The SPEC of a job in a folder, with the files that it names."""
+    plan = JOBS[name]
+    federation = _federation(plan, seed)
+    data = federation.dataset
+    module = models.build(NETWORKS[plan.model], data.shape, data.classes, generator(seed, "weights"))
+    server = Server(cohort=plan.cohort)
+    job = Job(
+        name=name,
+        model=plan.model,
+        images=data.name,
+        data=str(folder / f"{name}.data.npz"),
+        initial=str(folder / f"{name}.weights.npz"),
+        cohorts=[draw_cohort(server, plan.clients, seed, number) for number in range(rounds)],
+        epochs=plan.epochs,
+        batch=plan.batch,
+        seed=seed,
+        mean=list(data.mean),
+        std=list(data.std),
+        workers=workers,
+        precision=precision,
+        **plan.sgd,
+    )
+    np.savez(
+        job.data,
+        inputs=data.train.inputs.numpy(),
+        labels=data.train.labels.numpy(),
+        indices=torch.cat(federation.shards).numpy(),
+        offsets=np.cumsum([0, *map(len, federation.shards)]),
+    )
+    np.savez(job.initial, weights=Network(module).weights.numpy())
+    spec = folder / f"{name}.json"
+    spec.write_text(json.dumps(vars(job)), "utf-8")
+    return spec
+
+
+def _federation(plan: Plan, seed: int) -> Federation:
+    dataset = _dataset(plan.data, seed)
+    train = dataset.train
+    count = plan.samples or len(train)
+    inputs, labels = train.inputs[:count].contiguous(), train.labels[:count]
+    mean, std = dataset.mean, dataset.std
+    if plan.model == "mlp":
+        # Floating inputs, normalised beforehand: in the overhead regime even that would be measured.
+        inputs, mean, std = normalise(inputs, mean, std).contiguous(), (), ()
+    samples = Samples(inputs, labels)
+    cut = Dataset(dataset.name, samples, samples, dataset.classes, mean, std)
+    return federate(cut, clients=plan.clients, seed=seed, **plan.split)
+
+
+def _dataset(name: str, seed: int) -> Dataset:
+    try:
+        return load(name)
+    except DataError as error:
+        print(f"{error}; random images instead", file=sys.stderr)
+    shape, chance = SHAPES[name], generator(seed, "images")
+    images = torch.randint(0, 256, shape, generator=chance, dtype=torch.uint8)
+    samples = Samples(images, torch.randint(0, 10, shape[:1], generator=chance))
+    return Dataset("random", samples, samples, 10, (0.5,) * shape[1], (0.25,) * shape[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=["J2", "J3"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--precision", default="float32")
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in options.jobs:
+        print(write(folder, name, options.rounds, options.seed, options.workers, options.precision), flush=True)
+
+
+if __name__ == "__main__":
+    main()
