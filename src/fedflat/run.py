@@ -18,7 +18,7 @@ from torch import nn
 
 from fedflat import models
 from fedflat.client import Problem
-from fedflat.engine.engine import Engine, one_thread
+from fedflat.engine.engine import Engine
 from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool, cores
 from fedflat.errors import FedflatError, RecipeError, RunError, nearest
@@ -233,8 +233,7 @@ def execute(
     """All rounds of the recipe; with a directory, everything is also written there as it comes."""
     folder = RunFolder(directory, recipe) if directory else None
     state, history = first_state(problem), list[Record]()
-    # The server's own sums are made by one thread too, or their last bits would depend on the machine.
-    with closing(start_engine(problem, recipe, state)) as engine, one_thread():
+    with closing(start_engine(problem, recipe, state)) as engine:
         for now, record in rounds(problem, recipe, state, engine):
             state = now
             history.append(record)

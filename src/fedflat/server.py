@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedflat.client import Brief, Problem
-from fedflat.engine.engine import Engine
+from fedflat.engine.engine import Engine, one_thread
 from fedflat.errors import RecipeError, TrainingError
 from fedflat.metrics import bytes_of, consistency
 from fedflat.parts import ServerState, Upload, Uploads
@@ -62,10 +62,15 @@ def draw_cohort(server: Server, clients: int, seed: int, round: int) -> list[int
             return active
 
 
+@one_thread()
 def conduct(
     problem: Problem, server: Server, state: ServerState, engine: Engine, cohort: Sequence[int]
 ) -> tuple[ServerState, RoundReport]:
-    """One round: brief the cohort, let the engine train it, merge the uploads into the next state."""
+    """One round: brief the cohort, let the engine train it, merge the uploads into the next state.
+
+    The server's sums are made by one thread too, or their last bits would depend on the machine; and idle threads that
+    spin would take the workers' cores.
+    """
     sent = problem.method.send(state)
     if state.buffers.numel() and problem.buffers == "average":
         sent["buffers"] = state.buffers

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.client import Problem
-from fedflat.engine.engine import one_thread
 from fedflat.engine.inline import Inline
 from fedflat.errors import DataError, FedflatError, RecipeError
 from fedflat.federation.datasets import Dataset, Samples
@@ -113,7 +112,7 @@ def _federation(arrays: Arrays) -> Federation:
 
 def _replay(problem: Problem, server: Server, arrays: Arrays) -> float:
     deviations, state = [0.0], first_state(problem)
-    with closing(Inline(problem)) as engine, one_thread():
+    with closing(Inline(problem)) as engine:
         for round, active in enumerate(arrays["participants"]):
             if not active.any():
                 state = replace(state, round=state.round + 1)
