@@ -91,11 +91,12 @@ def data_directory(directory: Path | str | None = None) -> Path:
 
 
 def whereabouts(name: str, directory: Path | None = None) -> str | None:
-    """In words where a data set comes from, or None if its folder is not there."""
+    """In words where a data set comes from, or None if its folder is not there or holds nothing whole."""
     source = DATASETS[name]
     if isinstance(source, Official):
         folder = source.folder(directory)
-        return str(folder) if folder.is_dir() else None
+        files = [p for p in folder.iterdir() if p.suffix not in (".part", ".bad")] if folder.is_dir() else []
+        return str(folder) if files else None
     return "comes with scikit-learn" if name == "digits" else "your own .npz file: data.dir = its path"
 
 
