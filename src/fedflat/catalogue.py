@@ -216,194 +216,79 @@ class Entry:
     build: Callable[..., Method]
     paper: str
     idea: str
-    title: str
+
+    @property
+    def title(self) -> str:
+        """The paper's title and where it appeared."""
+        return PAPERS[self.paper]
 
     def options(self) -> dict[str, Any]:
         """The options with their defaults."""
         return {name: p.default for name, p in inspect.signature(self.build).parameters.items()}
 
 
+PAPERS = {
+    "McMahan et al. 2017": "Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS",
+    "Li et al. 2020": "Federated Optimization in Heterogeneous Networks, MLSys",
+    "Wang et al. 2020": "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, NeurIPS",
+    "Karimireddy et al. 2020": "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML",
+    "Acar et al. 2021": "Federated Learning Based on Dynamic Regularization, ICLR",
+    "Gao et al. 2022": "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction, CVPR",
+    "Xu et al. 2021": "FedCM: Federated Learning with Client-level Momentum, arXiv",
+    "Reddi et al. 2021": "Adaptive Federated Optimization, ICLR",
+    "Hsu et al. 2019": "Measuring the Effects of Non-Identical Data Distribution, arXiv 1909.06335",
+    "Lee et al. 2022": "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning, NeurIPS",
+    "Li et al. 2021": "Model-Contrastive Federated Learning, CVPR",
+    "Qu et al. 2022": "Generalized Federated Learning via Sharpness Aware Minimization, ICML",
+    "Caldarola et al. 2022": "Improving Generalization in Federated Learning by Seeking Flat Minima, ECCV",
+    "Dai et al. 2023": "FedGAMMA: Federated Learning with Global Sharpness-Aware Minimization, TNNLS",
+    "Sun et al. 2023a": "FedSpeed: Larger Local Interval, Less Communication Round, …, ICLR",
+    "Sun et al. 2023b": "Dynamic Regularized Sharpness Aware Minimization in Federated Learning, ICML",
+    "Lee et al. 2024": "FedSoL: Bridging Global Alignment and Local Generality in Federated Learning, CVPR",
+    "Fan et al. 2024": "Locally Estimated Global Perturbations are Better than Local Perturbations, ICML",
+    "Lee and Yoon 2024": "Rethinking the Flat Minima Searching in Federated Learning, ICML",
+    "Caldarola et al. 2025": "Beyond Local Sharpness: Communication-Efficient Global Sharpness-Aware …, CVPR",
+    "Liu et al. 2025a": "Momentum-Based Stochastic Controlled Weight Averaging, ICML",
+    "Liu et al. 2025b": "released code",
+    "Oh et al. 2022": "FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR",
+    "Fallah et al. 2020": "Personalized Federated Learning with Theoretical Guarantees, NeurIPS",
+    "Yashwanth et al. 2025": "Minimizing Layerwise Activation Norm Improves Generalization, arXiv 2512.08314",
+}
+
 CATALOGUE: dict[str, Entry] = {
-    "fedavg": Entry(
-        fedavg,
-        "McMahan et al. 2017",
-        "average the clients' models",
-        "Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS",
-    ),
-    "fedprox": Entry(
-        fedprox,
-        "Li et al. 2020",
-        "stay near the global model",
-        "Federated Optimization in Heterogeneous Networks, MLSys",
-    ),
-    "fednova": Entry(
-        fednova,
-        "Wang et al. 2020",
-        "average normalised updates",
-        "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, NeurIPS",
-    ),
-    "scaffold": Entry(
-        scaffold,
-        "Karimireddy et al. 2020",
-        "correct the drift by control variates",
-        "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML",
-    ),
-    "feddyn": Entry(
-        feddyn,
-        "Acar et al. 2021",
-        "dynamic regularisation by a dual of each client",
-        "Federated Learning Based on Dynamic Regularization, ICLR",
-    ),
-    "feddc": Entry(
-        feddc,
-        "Gao et al. 2022",
-        "FedDyn's drift and SCAFFOLD's correction, by size",
-        "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction, CVPR",
-    ),
-    "fedcm": Entry(
-        fedcm,
-        "Xu et al. 2021",
-        "mix the last global move into local steps",
-        "FedCM: Federated Learning with Client-level Momentum, arXiv",
-    ),
-    "fedadam": Entry(fedadam, "Reddi et al. 2021", "Adam on the server", "Adaptive Federated Optimization, ICLR"),
-    "fedyogi": Entry(fedyogi, "Reddi et al. 2021", "Yogi on the server", "Adaptive Federated Optimization, ICLR"),
-    "fedadagrad": Entry(
-        fedadagrad, "Reddi et al. 2021", "Adagrad on the server", "Adaptive Federated Optimization, ICLR"
-    ),
-    "fedavgm": Entry(
-        fedavgm,
-        "Hsu et al. 2019",
-        "momentum on the server",
-        "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification, arXiv",
-    ),
-    "fedntd": Entry(
-        fedntd,
-        "Lee et al. 2022",
-        "distil the not-true classes of the global model",
-        "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning, NeurIPS",
-    ),
-    "moon": Entry(
-        moon,
-        "Li et al. 2021",
-        "contrast features with global and last local model",
-        "Model-Contrastive Federated Learning, CVPR",
-    ),
-    "fedsam": Entry(
-        fedsam,
-        "Qu et al. 2022",
-        "sharpness-aware minimisation on the client",
-        "Generalized Federated Learning via Sharpness Aware Minimization, ICML",
-    ),
-    "fedasam": Entry(
-        fedasam,
-        "Caldarola et al. 2022",
-        "adaptive (scale-invariant) SAM on the client",
-        "Improving Generalization in Federated Learning by Seeking Flat Minima, ECCV",
-    ),
-    "mofedsam": Entry(
-        mofedsam,
-        "Qu et al. 2022",
-        "FedCM with SAM",
-        "Generalized Federated Learning via Sharpness Aware Minimization, ICML",
-    ),
-    "fedgamma": Entry(
-        fedgamma,
-        "Dai et al. 2023",
-        "SCAFFOLD with SAM",
-        "FedGAMMA: Federated Learning with Global Sharpness-Aware Minimization, TNNLS",
-    ),
-    "fedspeed": Entry(
-        fedspeed,
-        "Sun et al. 2023",
-        "FedDyn's dual with SAM",
-        "FedSpeed: Larger Local Interval, Less Communication Round, and Higher Generalization Accuracy, ICLR",
-    ),
-    "fedsmoo": Entry(
-        fedsmoo,
-        "Sun et al. 2023",
-        "consistent models and a consistent perturbation",
-        "Dynamic Regularized Sharpness Aware Minimization in Federated Learning, ICML",
-    ),
-    "fedsol": Entry(
-        fedsol,
-        "Lee et al. 2024",
-        "perturb along a proximal gradient, descend the local loss",
-        "FedSoL: Bridging Global Alignment and Local Generality in Federated Learning, CVPR",
-    ),
-    "fedsol_ablation": Entry(
-        fedsol_ablation,
-        "Lee et al. 2024",
-        "FedSoL's Table 6: form A0 to A6",
-        "FedSoL: Bridging Global Alignment and Local Generality in Federated Learning, CVPR",
-    ),
-    "fedlesam": Entry(
-        fedlesam,
-        "Fan et al. 2024",
-        "perturb against the last global move",
-        "Locally Estimated Global Perturbations are Better than Local Perturbations, ICML",
-    ),
-    "fedlesam_d": Entry(
-        fedlesam_d,
-        "Fan et al. 2024",
-        "FedLESAM with FedDyn's dual",
-        "Locally Estimated Global Perturbations are Better than Local Perturbations, ICML",
-    ),
-    "fedlesam_s": Entry(
-        fedlesam_s,
-        "Fan et al. 2024",
-        "FedLESAM with SCAFFOLD's correction",
-        "Locally Estimated Global Perturbations are Better than Local Perturbations, ICML",
-    ),
-    "fedgf": Entry(
-        fedgf,
-        "Lee and Yoon 2024",
-        "between local and global perturbation",
-        "Rethinking the Flat Minima Searching in Federated Learning, ICML",
-    ),
-    "fedgloss": Entry(
-        fedgloss,
-        "Caldarola et al. 2025",
-        "SAM on server and clients, with FedDyn's dual",
-        "Beyond Local Sharpness: Communication-Efficient Global Sharpness-aware Minimization, CVPR",
-    ),
-    "fedswa": Entry(
-        fedswa,
-        "Liu et al. 2025",
-        "falling rate in a round, a longer server step",
-        "Momentum-Based Stochastic Controlled Weight Averaging, ICML",
-    ),
-    "fednsam": Entry(fednsam, "Liu et al. 2025", "Nesterov momentum on the server with SAM", "released code"),
-    "fedbabu": Entry(
-        fedbabu,
-        "Oh et al. 2022",
-        "train the body only; the head when personalised",
-        "FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR",
-    ),
-    "perfedavg": Entry(
-        perfedavg,
-        "Fallah et al. 2020",
-        "learn a model that one step adapts",
-        "Personalized Federated Learning with Theoretical Guarantees, NeurIPS",
-    ),
-    "man": Entry(
-        man,
-        "Yashwanth et al. 2025",
-        "minimise the activations' norm; added to any method",
-        "Minimizing Layerwise Activation Norm Improves Generalization in Federated Learning, arXiv 2512.08314",
-    ),
-    "top_eigenvalue": Entry(
-        top_eigenvalue,
-        "Yashwanth et al. 2025",
-        "penalise the Hessian's top eigenvalue itself",
-        "Minimizing Layerwise Activation Norm Improves Generalization in Federated Learning, arXiv 2512.08314",
-    ),
-    "swa": Entry(
-        swa,
-        "Caldarola et al. 2022",
-        "show the average of the last global models",
-        "Improving Generalization in Federated Learning by Seeking Flat Minima, ECCV",
-    ),
+    "fedavg": Entry(fedavg, "McMahan et al. 2017", "average the clients' models"),
+    "fedprox": Entry(fedprox, "Li et al. 2020", "stay near the global model"),
+    "fednova": Entry(fednova, "Wang et al. 2020", "average normalised updates"),
+    "scaffold": Entry(scaffold, "Karimireddy et al. 2020", "correct the drift by control variates"),
+    "feddyn": Entry(feddyn, "Acar et al. 2021", "dynamic regularisation by a dual of each client"),
+    "feddc": Entry(feddc, "Gao et al. 2022", "FedDyn's drift and SCAFFOLD's correction, by size"),
+    "fedcm": Entry(fedcm, "Xu et al. 2021", "mix the last global move into local steps"),
+    "fedadam": Entry(fedadam, "Reddi et al. 2021", "Adam on the server"),
+    "fedyogi": Entry(fedyogi, "Reddi et al. 2021", "Yogi on the server"),
+    "fedadagrad": Entry(fedadagrad, "Reddi et al. 2021", "Adagrad on the server"),
+    "fedavgm": Entry(fedavgm, "Hsu et al. 2019", "momentum on the server"),
+    "fedntd": Entry(fedntd, "Lee et al. 2022", "distil the not-true classes of the global model"),
+    "moon": Entry(moon, "Li et al. 2021", "contrast features with global and last local model"),
+    "fedsam": Entry(fedsam, "Qu et al. 2022", "sharpness-aware minimisation on the client"),
+    "fedasam": Entry(fedasam, "Caldarola et al. 2022", "adaptive (scale-invariant) SAM on the client"),
+    "mofedsam": Entry(mofedsam, "Qu et al. 2022", "FedCM with SAM"),
+    "fedgamma": Entry(fedgamma, "Dai et al. 2023", "SCAFFOLD with SAM"),
+    "fedspeed": Entry(fedspeed, "Sun et al. 2023a", "FedDyn's dual with SAM"),
+    "fedsmoo": Entry(fedsmoo, "Sun et al. 2023b", "consistent models and a consistent perturbation"),
+    "fedsol": Entry(fedsol, "Lee et al. 2024", "perturb along a proximal gradient, descend the local loss"),
+    "fedsol_ablation": Entry(fedsol_ablation, "Lee et al. 2024", "FedSoL's Table 6: form A0 to A6"),
+    "fedlesam": Entry(fedlesam, "Fan et al. 2024", "perturb against the last global move"),
+    "fedlesam_d": Entry(fedlesam_d, "Fan et al. 2024", "FedLESAM with FedDyn's dual"),
+    "fedlesam_s": Entry(fedlesam_s, "Fan et al. 2024", "FedLESAM with SCAFFOLD's correction"),
+    "fedgf": Entry(fedgf, "Lee and Yoon 2024", "between local and global perturbation"),
+    "fedgloss": Entry(fedgloss, "Caldarola et al. 2025", "SAM on server and clients, with FedDyn's dual"),
+    "fedswa": Entry(fedswa, "Liu et al. 2025a", "falling rate in a round, a longer server step"),
+    "fednsam": Entry(fednsam, "Liu et al. 2025b", "Nesterov momentum on the server with SAM"),
+    "fedbabu": Entry(fedbabu, "Oh et al. 2022", "train the body only; the head when personalised"),
+    "perfedavg": Entry(perfedavg, "Fallah et al. 2020", "learn a model that one step adapts"),
+    "man": Entry(man, "Yashwanth et al. 2025", "minimise the activations' norm; added to any method"),
+    "top_eigenvalue": Entry(top_eigenvalue, "Yashwanth et al. 2025", "penalise the Hessian's top eigenvalue itself"),
+    "swa": Entry(swa, "Caldarola et al. 2022", "show the average of the last global models"),
 }
 
 # What the parts' own fields do not tell: options that choose between parts.

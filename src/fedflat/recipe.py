@@ -175,7 +175,7 @@ def validated(table: Mapping[str, Any]) -> Recipe:
     except ValidationError as error:
         # A field of two types is reported once for each: one sentence a field is enough.
         sentences = {tuple(found["loc"][:2]): _sentence(found) for found in reversed(error.errors())}
-        raise RecipeError("; ".join(reversed(sentences.values()))) from None
+        raise RecipeError(" ".join("; ".join(reversed(sentences.values())).split())) from None
     if isinstance(recipe.server.cohort, float) and recipe.server.cohort > 1:
         raise RecipeError(
             f"server.cohort = {recipe.server.cohort}: must be a whole count, or a ratio above 0 up to 1.0"

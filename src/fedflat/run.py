@@ -24,7 +24,7 @@ from fedflat.engine.pool import Pool, cores
 from fedflat.errors import FedflatError, RecipeError, RunError, nearest
 from fedflat.federation.augment import Augment
 from fedflat.federation.federation import Federation, federate
-from fedflat.federation.partition import SPLITS
+from fedflat.federation.splits import SPLITS
 from fedflat.folder import Record, RunFolder, read_run
 from fedflat.group import group_size
 from fedflat.local import Loss

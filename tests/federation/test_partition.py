@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedflat.errors import DataError, FedflatError, RecipeError, SplitError
-from fedflat.federation.partition import SPLITS, counts, load, matched_test, partition, save
+from fedflat.federation.partition import counts, load, matched_test, partition, save
+from fedflat.federation.splits import SPLITS
 
 fast = settings(max_examples=60, deadline=None, database=None)
 

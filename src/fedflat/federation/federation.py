@@ -17,6 +17,7 @@ from fedflat.errors import SplitError
 from fedflat.federation import partition
 from fedflat.federation.augment import Augment, normalise
 from fedflat.federation.datasets import Dataset, Samples, load
+from fedflat.federation.splits import Shards
 from fedflat.randomness import numpy_generator
 
 
@@ -135,7 +136,7 @@ def federate(
     return Federation(dataset, tuple(map(torch.from_numpy, shards)), augment or Augment())
 
 
-def _saved(path: str, dataset: Dataset) -> partition.Shards:
+def _saved(path: str, dataset: Dataset) -> Shards:
     """A partition that `fedflat split --save` wrote, checked against the data set."""
     shards = partition.load(path)
     size = len(dataset.train.labels)
