@@ -1,14 +1,20 @@
 """The same numbers to the bit on every engine, for any number of workers and any order of clients."""
 
 import hashlib
+from contextlib import closing
 
 import pytest
 import torch
 from torch import nn
 
-from fedflat import FedflatError, federate, train
+from fedflat import FedflatError, federate, models, train
+from fedflat.client import Problem
 from fedflat.engine import pool
 from fedflat.errors import TrainingError
+from fedflat.methods import parse
+from fedflat.recipe import Local, Server
+from fedflat.server import conduct, first_state
+from fedflat.vector import Network
 
 
 def fingerprint(result):
@@ -130,3 +136,15 @@ def test_bf16_computes_in_bfloat16_and_keeps_everything_else_in_float32(digits, 
     )
     difference = float((full_weights - half_weights).norm() / full_weights.norm())
     assert 1e-6 < difference < 0.05
+
+
+def test_workers_that_were_spawned_do_what_forked_ones_do(digits):
+    problem = Problem(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), parse("feddyn"), Local())
+    weights = []
+    for start in ("fork", "spawn"):
+        state = first_state(problem)
+        with closing(pool.Pool(problem, state, slots=4, workers=2, start=start)) as engine:
+            for cohort in ([0, 1, 2, 3], [2, 3, 4]):
+                state, _ = conduct(problem, Server(), state, engine, cohort)
+        weights.append(state.weights)
+    assert torch.equal(*weights)

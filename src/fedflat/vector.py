@@ -120,8 +120,9 @@ class Network:
         self.buffers = _joined(dict(self.module.named_buffers()), self.buffer_layout, self.weights)
         self._bind_gradient()
         self.bind(self.weights)
-        for name, view in self.buffer_layout.views(self.buffers).items():
-            self.module.get_buffer(name).data = view
+        views = self.buffer_layout.views(self.buffers)
+        for name, buffer in self.module.named_buffers():
+            buffer.data = views[name] if name in views else buffer.clone()
 
     @property
     def size(self) -> int:
@@ -142,8 +143,15 @@ class Network:
                     hooks.callback(m.register_forward_hook(keep).remove)
                 logits = self.module.eval()(sample)
             linear = [entry for entry in linear if outputs.get(entry[0]) is logits] or linear
-        name, self.head_module = linear[-1]
-        self.head = self._span(name)
+        self._use_head(linear[-1][0])
+
+    def _use_head(self, name: str) -> None:
+        self._head_name, self.head_module, self.head = name, self.module.get_submodule(name), self._span(name)
+
+    def __reduce__(self) -> Any:
+        """Another process gets vectors of its own: torch would hand it the same memory to write to."""
+        device = str(self.weights.device)
+        return _revived, (self.module, self.weights.dtype, device, self.autocast, self._head_name)
 
     def reset_counters(self) -> None:
         """Integer buffers count the batches of one client's round; they are neither sent nor kept."""
@@ -240,6 +248,12 @@ def _activation_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
             f"model: no activation module to look at; use modules such as nn.ReLU ({kinds}), not functions"
         )
     return found
+
+
+def _revived(module: nn.Module, dtype: torch.dtype, device: str, autocast: bool, head: str) -> Network:
+    network = Network(module, dtype, device, autocast)
+    network._use_head(head)
+    return network
 
 
 def _keep_output(outputs: dict[str, Tensor], name: str, module: nn.Module, arguments: Any, output: Tensor) -> None:

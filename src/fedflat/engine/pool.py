@@ -25,6 +25,8 @@ from fedflat.store import Memory, Scratch, Tables
 
 Task = tuple[Any, ...]
 Numbers = dict[str, Any]
+# Forked workers begin at once with torch and the data in place; where forking is not safe they import and map them.
+START = "fork" if sys.platform == "linux" else "spawn"
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -41,17 +43,16 @@ def cores() -> int:
 class Pool:
     """The engine of worker processes."""
 
-    def __init__(self, problem: Problem, state: ServerState, slots: int, workers: int) -> None:
+    def __init__(self, problem: Problem, state: ServerState, slots: int, workers: int, start: str = START) -> None:
         self._problem = problem
         self._scratch = Scratch(problem.room(slots))
         self._shared = Shared(self._scratch, problem, state, slots)
-        # Forked workers begin at once with torch and the data in place; elsewhere they import and map them.
-        context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
+        context: Any = get_context(start)
         self._workers: list[tuple[Any, Any]] = []
         for _ in range(workers):
             ours, theirs = context.Pipe()
             # A forked worker inherits the server's ends; unless it closes them no worker would see the server go.
-            inherited = [pipe for _, pipe in self._workers] + [ours] if context.get_start_method() == "fork" else []
+            inherited = [pipe for _, pipe in self._workers] + [ours] if start == "fork" else []
             process = context.Process(target=_serve, args=(problem, self._shared, theirs, inherited), daemon=True)
             process.start()
             theirs.close()
