@@ -89,7 +89,7 @@ def train(
     table["split"] = {"name": "given", "clients": federation.clients}
     recipe = validated(table)
     problem = assemble(recipe, federation, model if isinstance(model, nn.Module) else None, parse(method), loss)
-    return execute(problem, _in_full(recipe, federation), Path(out) if out else None, callbacks)
+    return execute(problem, _in_full(recipe, problem), Path(out) if out else None, callbacks)
 
 
 def _sections(settings: dict[str, Any]) -> Record:
@@ -117,7 +117,8 @@ def prepare(recipe: Recipe, loss: Loss = F.cross_entropy) -> tuple[Problem, Reci
     method = parse(recipe.method)
     recipe = recipe.model_copy(update={"method": spell(recipe.method)})
     federation = gather(recipe)
-    return assemble(recipe, federation, None, method, loss), _in_full(recipe, federation)
+    problem = assemble(recipe, federation, None, method, loss)
+    return problem, _in_full(recipe, problem)
 
 
 def gather(recipe: Recipe) -> Federation:
@@ -157,20 +158,20 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
     return Problem(federation, network, method, recipe.local, recipe.seed, loss, True, recipe.model.buffers, group)
 
 
-def _in_full(recipe: Recipe, federation: Federation) -> Recipe:
+def _in_full(recipe: Recipe, problem: Problem) -> Recipe:
     """The recipe with the defaults of its split, data set, model and engine written out."""
     split = recipe.split.options()
     if recipe.split.name in SPLITS:
         split = _defaults(SPLITS[recipe.split.name], split)
-    split |= {"clients": federation.clients, "seed": _split_seed(recipe)}
+    split |= {"clients": problem.federation.clients, "seed": _split_seed(recipe)}
     own = recipe.model.name not in models.MODELS
     model = recipe.model.options() if own else _defaults(models.MODELS[recipe.model.name], recipe.model.options())
-    data = {"mean": list(federation.dataset.mean), "std": list(federation.dataset.std)}
+    data = {"mean": list(problem.federation.dataset.mean), "std": list(problem.federation.dataset.std)}
     kind, workers = _engine(recipe)
     table = recipe.model_dump(exclude_none=True)
     for section, filled in ("data", data), ("split", split), ("model", model):
         table[section] |= filled
-    return validated(table | {"engine": {**table["engine"], "name": kind, "workers": workers}})
+    return validated(table | {"engine": {"name": kind, "workers": workers, "group": problem.group}})
 
 
 def _defaults(function: Callable[..., Any], given: Record) -> Record:
