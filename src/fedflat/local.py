@@ -208,7 +208,7 @@ class Slope:
 
     @contextmanager
     def _moved(self, direction: Tensor, length: Tensor | None, span: slice = slice(None)) -> Iterator[None]:
-        """The network at w + ε; afterwards weights and batch statistics are what they were, to the bit."""
+        """The network at w + ε; afterwards the weights are put back by copy, the same to the bit."""
         self._home[span].copy_(self.weights[span])
         if length is None:
             self.weights[span].add_(direction)
