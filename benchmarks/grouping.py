@@ -22,12 +22,6 @@ from fedflat.vector import Network
 
 IMAGE, SMALL_IMAGE = (1, 28, 28), (1, 8, 8)
 MODELS = ((SMALL_IMAGE, (32,)), (SMALL_IMAGE, (200,)), (IMAGE, (32,)), (IMAGE, (100,)), (IMAGE, (200, 200)))
-    ((1, 8, 8), (32,)),
-    ((1, 8, 8), (200,)),
-    ((1, 28, 28), (32,)),
-    ((1, 28, 28), (100,)),
-    ((1, 28, 28), (200, 200)),
-)
 
 
 def times(shape: tuple[int, ...], hidden: tuple[int, ...], repeats: int) -> tuple[int, tuple[float, float, float]]:
