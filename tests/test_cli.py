@@ -67,6 +67,12 @@ def test_a_mistake_is_one_sentence_and_an_exit_code(tmp_path, arguments, code, s
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_one_set_may_be_followed_by_several_fields(tmp_path):
+    done = fedflat("recipe", "sol", "--set", "local.lr=0.5", "local.batch=7", "method=fedavg", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {"lr = 0.5", "batch = 7", 'method = "fedavg"'} <= set(done.stdout.splitlines())
+
+
 def test_a_split_is_printed_saved_and_drawn(tmp_path):
     done = fedflat("split", "--save", "s.npz", "--draw", "s.png", "--set", "split.clients=7", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

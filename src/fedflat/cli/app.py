@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
@@ -24,3 +25,25 @@ DirOption = Annotated[
 def complain(message: str) -> None:
     """One sentence to the standard error."""
     err.print(f"fedflat: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+class Spread(typer.core.TyperCommand):
+    """A command in which `--epochs 1 5` means `--epochs 1 --epochs 5`, and `--set a.b=1 c.d=2` likewise."""
+
+    belongs: ClassVar[dict[str, Callable[[str], bool]]] = {
+        "--epochs": str.isdigit,
+        "--set": lambda argument: "=" in argument and not argument.startswith("-"),
+    }
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        option = ""
+        for argument in args:
+            if argument in self.belongs:
+                option = argument
+            elif not (option and self.belongs[option](argument)):
+                option = ""
+            elif spread[-1] != option:
+                spread.append(option)
+            spread.append(argument)
+        return super().parse_args(ctx, spread)

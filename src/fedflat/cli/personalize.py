@@ -10,19 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, app, err, out
-
-
-class Spread(typer.core.TyperCommand):
-    """A command in which `--epochs 1 5` means `--epochs 1 --epochs 5`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        spread, counting = list[str](), False
-        for argument in args:
-            counting = argument == "--epochs" or (counting and argument.isdigit())
-            again = counting and spread[-1:] != ["--epochs"] and argument != "--epochs"
-            spread += ["--epochs", argument] if again else [argument]
-        return super().parse_args(ctx, spread)
+from fedflat.cli.app import JsonOption, Spread, app, err, out
 
 
 @app.command(cls=Spread)

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, RecipeArgument, SetOption, app, err, out
+from fedflat.cli.app import JsonOption, RecipeArgument, SetOption, Spread, app, err, out
 from fedflat.errors import RecipeError
 
 
-@app.command()
+@app.command(cls=Spread)
 def run(
     recipe: RecipeArgument = None,
     method: Annotated[
@@ -66,7 +66,7 @@ def _slug(text: str) -> str:
     return "".join(c if c.isalnum() or c in ".=" else "-" for c in text).strip("-").replace("---", "-")
 
 
-@app.command()
+@app.command(cls=Spread)
 def split(
     recipe: RecipeArgument = None,
     set_: SetOption = None,
@@ -97,7 +97,7 @@ def split(
         err.print(f"drawn to {draw}", markup=False, highlight=False)
 
 
-@app.command()
+@app.command(cls=Spread)
 def recipe(name: RecipeArgument = None, set_: SetOption = None) -> None:
     """Print a recipe with every value in force."""
     from fedflat.recipe import load
