@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -68,10 +72,25 @@ class Brief:
     sent: Vectors
 
 
+@cache
+def keep_freed_memory() -> None:
+    """Let glibc keep what a step frees for the next one, instead of handing it back and zeroing it anew every time.
+
+    Measured by benchmarks/step_cost.py: a fifth of the page faults, and MAN's step 1.08 instead of 1.12 plain ones.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            libc = ctypes.CDLL(None)
+            trim_threshold, mmap_threshold = -1, -3
+            libc.mallopt(trim_threshold, 2**31 - 1)
+            libc.mallopt(mmap_threshold, 32 * 2**20)
+
+
 class Worker:
     """Gives one client after the other its turn, and scores models, in one resident network."""
 
     def __init__(self, problem: Problem) -> None:
+        keep_freed_memory()
         self.problem = problem
         needs_reference = any(part.references for part in problem.method.parts)
         self._reference = problem.network.frozen() if needs_reference else None
