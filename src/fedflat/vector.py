@@ -193,7 +193,7 @@ class Network:
     @contextmanager
     def listening(self, features: bool = False, activations: bool = False) -> Iterator[Tap]:
         """Within this context a pass also shows what enters the head, or what leaves each activation module."""
-        tap = Tap(self)
+        tap = Tap(self.module, self.weights.dtype, self.autocast)
         with ExitStack() as hooks:
             if features:
                 hooks.callback(self.head_module.register_forward_pre_hook(tap.enter_head).remove)
@@ -204,27 +204,27 @@ class Network:
 
 
 class Tap:
-    """Runs a network and keeps what its hooks saw in that pass."""
+    """Runs a module and keeps what its hooks saw in that pass."""
 
-    def __init__(self, network: Network) -> None:
-        self._network = network
+    def __init__(self, module: nn.Module, dtype: torch.dtype, autocast: bool) -> None:
+        self._module, self._dtype, self._autocast = module, dtype, autocast
         self._features: Tensor | None = None
         self._activations: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
 
     def __call__(self, inputs: Tensor) -> Forward:
         self._features, self._activations, self._squares = None, {}, {}
-        logits = self.through(self._network.module, inputs)
+        logits = self.through(self._module, inputs)
         return Forward(logits, self._features, self._activations, self._squares)
 
     def through(self, module: nn.Module, inputs: Tensor) -> Tensor:
-        """A pass through the network or its head, in the network's precision."""
-        if not self._network.autocast:
+        """A pass through the module or its head, in the network's precision."""
+        if not self._autocast:
             output: Tensor = module(inputs)
             return output
         with torch.autocast(inputs.device.type, torch.bfloat16):
             output = module(inputs)
-        return output.to(self._network.weights.dtype)
+        return output.to(self._dtype)
 
     def enter_head(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         self._features = arguments[0]
