@@ -293,5 +293,6 @@ CATALOGUE: dict[str, Entry] = {
 
 # What the parts' own fields do not tell: options that choose between parts.
 CHOICES = {
+    "form": ("'A0' to 'A6'", "which combination of the paper's Table 6"),
     "source": ("'kl', 'fedprox', 'feddyn', 'scaffold', 'moon' or 'fednova'", "whose gradient gives the perturbation"),
 }

@@ -87,7 +87,7 @@ class RowSlope:
     """∇ loss of every row on its own batch: the `Slope` of a group."""
 
     def __init__(self, network: Network, weights: Tensor) -> None:
-        self.weights, self._layout = weights, network.layout
+        self.weights = weights
         self._gradient = _row_gradient(network.module, network.layout)
         self._home = torch.empty_like(weights)
 

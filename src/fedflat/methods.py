@@ -127,7 +127,7 @@ def explain(name: str) -> dict[str, Any]:
     }
     options = []
     for option, default in entry.options().items():
-        span, doc = (CHOICES | known)[option]
+        span, doc = (known | CHOICES)[option]
         options.append({"name": option, "default": default, "range": span, "doc": doc})
     texts = [{"part": repr(part), "text": inspect.getdoc(type(part)) or ""} for part in parts]
     head = {"name": name, "paper": entry.paper, "title": entry.title, "idea": entry.idea, "cost": cost(method)}
