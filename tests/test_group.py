@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedflat import federate, train
-from fedflat.group import can_share, group_size
+from fedflat import client, federate, train
+from fedflat.group import can_share, group_size, train_together
 from fedflat.local import LocalRule
 from fedflat.parts import ActivationNorm, Ascent, Proximal
 from fedflat.vector import Network
@@ -17,6 +17,19 @@ def many():
     return federate("digits", "sizes", 40, exponent=1.0, seed=2)
 
 
+@pytest.fixture
+def shared_steps(monkeypatch):
+    """The sizes of the groups that really went together."""
+    sizes = []
+
+    def counted(network, start, rules, streams):
+        sizes.append(len(rules))
+        return train_together(network, start, rules, streams)
+
+    monkeypatch.setattr(client, "train_together", counted)
+    return sizes
+
+
 def weights(result):
     return torch.cat([p.detach().flatten() for p in result.model.parameters()])
 
@@ -24,7 +37,7 @@ def weights(result):
 @pytest.mark.parametrize(
     "method", ["fedavg", "fedprox(0.1)", "fedsam", "feddyn", "scaffold", "fedsmoo", "fedspeed", "fedcm", "fedlesam"]
 )
-def test_common_steps_give_the_weights_of_single_ones(many, method):
+def test_common_steps_give_the_weights_of_single_ones(many, method, shared_steps):
     settings = dict(
         model="mlp", model_hidden=[16], method=method, rounds=3, cohort=20, batch=8, lr=0.05, momentum=0.5,
         weight_decay=1e-3, clip=1.0, engine="inline", precision="float64",
@@ -32,6 +45,7 @@ def test_common_steps_give_the_weights_of_single_ones(many, method):
     one, together = (train(many, **settings, group=group) for group in (1, 7))
     torch.testing.assert_close(weights(together), weights(one), rtol=1e-9, atol=1e-11)
     assert [r["local_loss"] for r in together.history] == pytest.approx([r["local_loss"] for r in one.history])
+    assert sorted(shared_steps) == [6] * 3 + [7] * 6, "all clients, and only those of the second run, went together"
 
 
 def test_in_float32_they_agree_to_1e_5(many):
@@ -40,7 +54,7 @@ def test_in_float32_they_agree_to_1e_5(many):
     assert float((one - together).norm() / one.norm()) < 1e-5
 
 
-def test_convolutions_can_share_too(many):
+def test_convolutions_can_share_too(many, shared_steps):
     def net():
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
@@ -48,6 +62,7 @@ def test_convolutions_can_share_too(many):
     settings = dict(rounds=2, cohort=12, engine="inline", precision="float64")
     one, together = (weights(train(many, net(), "fedsam", **settings, group=group)) for group in (1, 5))
     torch.testing.assert_close(together, one, rtol=1e-9, atol=1e-11)
+    assert sorted(shared_steps) == [2, 2, 5, 5, 5, 5]
 
 
 def test_the_number_of_workers_does_not_change_a_bit(many):
