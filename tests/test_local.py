@@ -1,11 +1,13 @@
 """The local step against the formula written out by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from fedflat.local import LocalRule, Slope, step, train
-from fedflat.parts import ActivationNorm, Ascent
+from fedflat.parts import ActivationNorm, Ascent, Distillation, ProximalAscent
 from fedflat.vector import Network
 
 D = 5
@@ -120,3 +122,26 @@ def test_batch_statistics_come_from_the_unperturbed_pass_only():
         after[rho] = network.buffers.clone()
     assert torch.equal(after[0.0], after[5.0])
     assert not torch.equal(after[0.0][:6], torch.zeros(6))
+
+
+@pytest.mark.parametrize(("scope", "body_passes"), [("head", 1), ("all", 2), ("body", 2)])
+def test_fedsol_on_the_head_runs_the_body_once_and_the_frozen_model_once(scope, body_passes):
+    network, x, y = problem()
+    reference, start = network.frozen(), network.weights.clone()
+    counts = {"body": 0, "head": 0, "frozen": 0}
+
+    def counting(name):
+        def count(*_):
+            counts[name] += 1
+
+        return count
+
+    network.module[0].register_forward_hook(counting("body"))
+    network.module[2].register_forward_hook(counting("head"))
+    reference.module[0].register_forward_hook(counting("frozen"))
+    part = ProximalAscent(Distillation(3.0), rho=0.5, scope=scope)
+    rule = replace(LocalRule(0.1, 1), layout=network.layout, head=network.head)
+    train(
+        network, reference, start, part.plan(rule, {"weights": start + 0.01}, {}), [(x, y)], nn.functional.cross_entropy
+    )
+    assert counts == {"body": body_passes, "head": 2, "frozen": 1}
