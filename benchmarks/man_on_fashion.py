@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from fedflat.flatness import Hessian, top_eigenvalues, trace
+from fedflat.flatness import Hessian, Objective, top_eigenvalues, trace
 from fedflat.recipe import load
 from fedflat.report.picture import draw_bars
 from fedflat.run import execute, prepare
@@ -29,7 +29,7 @@ def measure(zeta: float, rounds: int) -> dict[str, float]:
     result = execute(problem, recipe)
     norms = [value for name, value in result.history[-1].items() if name.startswith("activation/")]
     batches = [problem.federation.held_out("train", start, start + 500) for start in range(0, 1000, 500)]
-    hessian = Hessian(result.model, problem.loss, batches)
+    hessian = Hessian(Objective(result.model, problem.loss, batches))
     spread = trace(hessian, probes=12)
     return {
         "zeta": zeta,

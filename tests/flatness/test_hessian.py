@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from fedflat.flatness import Hessian, top_eigenvalues, trace
+from fedflat.flatness import Hessian, Objective, top_eigenvalues, trace
 
 
 def dense(module, batches, names=None):
@@ -55,7 +55,7 @@ def case(request):
 
 def test_products_are_those_of_the_dense_matrix_for_any_batches(case):
     module, batches = case
-    matrix, hessian = dense(module, batches), Hessian(module, F.cross_entropy, batches)
+    matrix, hessian = dense(module, batches), Hessian(Objective(module, F.cross_entropy, batches))
     v = torch.randn(hessian.size, dtype=torch.float64)
     torch.testing.assert_close(hessian @ v, matrix @ v, rtol=1e-9, atol=1e-12)
 
@@ -63,7 +63,7 @@ def test_products_are_those_of_the_dense_matrix_for_any_batches(case):
 def test_the_top_eigenvalues_are_those_of_the_dense_matrix_with_small_residuals(case):
     module, batches = case
     expected = torch.linalg.eigvalsh(dense(module, batches)).flip(0)[:5]
-    eigen = top_eigenvalues(Hessian(module, F.cross_entropy, batches), k=5, tolerance=1e-10)
+    eigen = top_eigenvalues(Hessian(Objective(module, F.cross_entropy, batches)), k=5, tolerance=1e-10)
     torch.testing.assert_close(eigen.values, expected, rtol=1e-8, atol=1e-10)
     assert float(eigen.residuals.max()) < 1e-7
     assert eigen.ratio == pytest.approx(float(expected[0] / expected[4]), rel=1e-6)
@@ -73,14 +73,14 @@ def test_a_layers_block_is_the_blocks_hessian(case):
     module, batches = case
     name = [n for n, _ in module.named_parameters() if n.endswith("weight")][-1]
     matrix = dense(module, batches, [name])
-    eigen = top_eigenvalues(Hessian(module, F.cross_entropy, batches, [name]), k=3, tolerance=1e-10)
+    eigen = top_eigenvalues(Hessian(Objective(module, F.cross_entropy, batches, [name])), k=3, tolerance=1e-10)
     torch.testing.assert_close(eigen.values, torch.linalg.eigvalsh(matrix).flip(0)[:3], rtol=1e-8, atol=1e-10)
 
 
 def test_hutchinsons_trace_lies_within_its_error(case):
     module, batches = case
     expected = float(dense(module, batches).trace())
-    estimate = trace(Hessian(module, F.cross_entropy, batches), probes=200)
+    estimate = trace(Hessian(Objective(module, F.cross_entropy, batches)), probes=200)
     assert abs(estimate.mean - expected) < 4 * estimate.error + 1e-9
     assert estimate.error < 0.3 * abs(expected) + 1e-3
 
@@ -89,6 +89,6 @@ def test_on_a_quadratic_everything_is_exact():
     chance = torch.Generator().manual_seed(0)
     x = torch.randn(50, 6, generator=chance, dtype=torch.float64)
     module = nn.Linear(6, 1, bias=False).double()
-    hessian = Hessian(module, lambda z, y: 0.5 * (z - y).square().mean(), [(x, x[:, :1])])
+    hessian = Hessian(Objective(module, lambda z, y: 0.5 * (z - y).square().mean(), [(x, x[:, :1])]))
     expected = torch.linalg.eigvalsh(x.T @ x / 50).flip(0)
     torch.testing.assert_close(top_eigenvalues(hessian, k=3, tolerance=1e-12).values, expected[:3])

@@ -3,55 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedflat.local import Batch, Loss
+from fedflat.flatness.objective import Objective
+
+
+class Operator(Protocol):
+    """A symmetric matrix that is only known by its products with vectors; it counts them."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    products: int
+
+    def __matmul__(self, vector: Tensor) -> Tensor: ...
 
 
 class Hessian:
-    """H = ∇² (1/N) Σ ℓ(w; x), as an operator: `hessian @ v` by two backward passes, batch by batch.
+    """H = ∇²f(w) of an objective, as an operator: `hessian @ v` by two backward passes, batch by batch.
 
-    With `names` it is the diagonal block of these parameters (a layer's). The samples are fixed and in a fixed order,
-    and nothing is drawn, so the operator is the same one at every product.
+    The samples are fixed and in a fixed order, and nothing is drawn, so the operator is the same one at every product.
 
-    >>> module = nn.Linear(1, 1, bias=False)
     >>> x = torch.tensor([[1.0], [3.0]])
-    >>> hessian = Hessian(module, lambda z, y: 0.5 * (z - y).square().mean(), [(x, x)])   # mean of x² is 5
-    >>> float(hessian @ torch.tensor([2.0]))
+    >>> f = Objective(torch.nn.Linear(1, 1, bias=False), lambda z, y: 0.5 * (z - y).square().mean(), [(x, x)])
+    >>> float(Hessian(f) @ torch.tensor([2.0]))   # the mean of x² is 5
     10.0
     """
 
-    def __init__(
-        self, module: nn.Module, loss: Loss, batches: Sequence[Batch], names: Sequence[str] | None = None
-    ) -> None:
-        self._module, self._loss, self._batches = module.eval(), loss, batches
-        chosen = [p for name, p in module.named_parameters() if names is None or name in names]
-        self._parameters = [p for p in chosen if p.requires_grad]
-        self._samples = sum(len(labels) for _, labels in batches)
-        self.size = sum(p.numel() for p in self._parameters)
-        self.dtype = self._parameters[0].dtype
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
         self.products = 0
+
+    @property
+    def size(self) -> int:
+        return self.objective.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.objective.dtype
 
     def __matmul__(self, vector: Tensor) -> Tensor:
         self.products += 1
-        total = torch.zeros(self.size, dtype=self.dtype)
-        for inputs, labels in self._batches:
-            mean = self._loss(self._module(inputs), labels)
-            slopes = torch.autograd.grad(mean, self._parameters, create_graph=True)
-            along = _flat(slopes) @ vector.to(self.dtype)
-            total.add_(_flat(torch.autograd.grad(along, self._parameters)), alpha=len(labels) / self._samples)
-        return total
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+        return self.objective.product(vector)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Eigen:
         return float(self.values[0] / self.values[-1])
 
 
-def top_eigenvalues(hessian: Hessian, k: int = 5, tolerance: float = 1e-3, seed: int = 0) -> Eigen:
+def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed: int = 0) -> Eigen:
     """The k algebraically largest eigenvalues by SciPy's Lanczos; the start vector comes from the seed."""
 
     def product(vector: Any) -> Any:
@@ -98,7 +100,7 @@ class Trace:
     products: int
 
 
-def trace(hessian: Hessian, probes: int = 30, seed: int = 0) -> Trace:
+def trace(hessian: Operator, probes: int = 30, seed: int = 0) -> Trace:
     """Hutchinson's estimate: the mean of zᵀ H z over probes z with independent signs."""
     chance = torch.Generator().manual_seed(seed)
     samples = []

@@ -1,0 +1,104 @@
+"""What flatness is a property of: the mean loss of fixed samples as a function of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fedflat.local import Batch, Loss
+from fedflat.vector import Layout
+
+
+class Objective:
+    """f(w) = (1/N) Σ ℓ(w; x) in evaluation mode, without decay, augmentation or anything drawn.
+
+    With `names` it is a function of these parameters alone (a layer's), the others standing still. Vectors are flat, in
+    the order of the module's parameters.
+
+    >>> x = torch.tensor([[1.0], [3.0]])
+    >>> module = nn.Linear(1, 1, bias=False)
+    >>> f = Objective(module, lambda z, y: 0.5 * (z - y).square().mean(), [(x, x)])   # f(w) = ½ mean(x²) (w − 1)²
+    >>> with f.at(torch.tensor([3.0])):
+    ...     f.value(), f.gradient().tolist()
+    (10.0, [10.0])
+    """
+
+    def __init__(
+        self, module: nn.Module, loss: Loss, batches: Sequence[Batch], names: Sequence[str] | None = None
+    ) -> None:
+        self.module, self.loss, self.batches = module.eval(), loss, batches
+        chosen = {n: p for n, p in module.named_parameters() if p.requires_grad and (names is None or n in names)}
+        self.parameters = list(chosen.values())
+        self.layout = Layout.of(chosen.items())
+        self.samples = sum(len(labels) for _, labels in batches)
+
+    def of(self, names: Sequence[str]) -> Objective:
+        """The same mean loss as a function of these parameters alone."""
+        return Objective(self.module, self.loss, self.batches, names)
+
+    @property
+    def size(self) -> int:
+        """d, the number of the parameters that it is a function of."""
+        return self.layout.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
+
+    @property
+    def weights(self) -> Tensor:
+        """w, where the module stands, as a copy."""
+        return flat([parameter.detach() for parameter in self.parameters])
+
+    @contextmanager
+    def at(self, weights: Tensor) -> Iterator[None]:
+        """The module with other weights; afterwards its own are put back by copy, the same to the bit."""
+        home = self.weights
+        try:
+            self._move(weights)
+            yield
+        finally:
+            self._move(home)
+
+    @torch.no_grad()
+    def _move(self, weights: Tensor) -> None:
+        views = self.layout.views(weights.to(self.dtype))
+        for parameter, view in zip(self.parameters, views.values(), strict=True):
+            parameter.copy_(view)
+
+    @torch.no_grad()
+    def value(self) -> float:
+        """f at the module's weights, by forward passes alone."""
+        return sum(float(self._mean(batch)) * self.share(batch) for batch in self.batches)
+
+    def gradient(self) -> Tensor:
+        """∇f at the module's weights."""
+        total = torch.zeros(self.size, dtype=self.dtype)
+        for batch in self.batches:
+            total.add_(flat(torch.autograd.grad(self._mean(batch), self.parameters)), alpha=self.share(batch))
+        return total
+
+    def product(self, vector: Tensor) -> Tensor:
+        """∇²f · v at the module's weights, by two backward passes over each batch."""
+        total = torch.zeros(self.size, dtype=self.dtype)
+        for batch in self.batches:
+            slopes = torch.autograd.grad(self._mean(batch), self.parameters, create_graph=True)
+            along = flat(slopes) @ vector.to(self.dtype)
+            total.add_(flat(torch.autograd.grad(along, self.parameters)), alpha=self.share(batch))
+        return total
+
+    def share(self, batch: Batch) -> float:
+        """n_b/N: with it a batch's mean enters the mean over all samples."""
+        return len(batch[1]) / self.samples
+
+    def _mean(self, batch: Batch) -> Tensor:
+        inputs, labels = batch
+        return self.loss(self.module(inputs), labels)
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors one after the other in one vector."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
