@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedflat.vector import Forward, Layout, Network, Tap
@@ -154,6 +155,7 @@ class Slope:
         self.network, self.rule, self.loss, self.notes = network, rule, loss, Notes()
         self._reference, self._tap = reference, tap
         self._home = torch.empty_like(network.weights)
+        self._chain = network.chain if loss is F.cross_entropy and not rule.terms else None
 
     def at(self, batch: Batch, other: Batch | None = None) -> Slope:
         """Move on to the next batch, with perhaps a second one for those who look at two."""
@@ -189,9 +191,15 @@ class Slope:
         returned. The result stands in the network's gradient buffer, which the next call overwrites.
         """
         if direction is None:
-            return self.network.differentiate(self._objective(terms, data))
+            return self._gradient(terms, data)
         with self._moved(direction, length):
-            return self.network.differentiate(self._objective(terms, data))
+            return self._gradient(terms, data)
+
+    def _gradient(self, terms: tuple[Term, ...] | None, data: bool) -> Tensor:
+        if self._chain and not terms and data and not self._labels.is_floating_point():
+            self._note_loss(self._chain(self._inputs, self._labels))
+            return self.network.gradient
+        return self.network.differentiate(self._objective(terms, data))
 
     def in_head(self, terms: tuple[Term, ...]) -> Tensor:
         """The terms' gradient at w with respect to the head alone. The pass through the body is kept for `at_head`."""
@@ -230,10 +238,15 @@ class Slope:
 
     def _objective(self, terms: tuple[Term, ...] | None, data: bool, forward: Forward | None = None) -> Tensor:
         here = self._pass(forward or self._forward())
-        if data and not self._noted:
-            self.notes.add("loss", here.loss)
-            self._noted = True
+        if data:
+            self._note_loss(here.loss)
         return self._sum([here.loss] * data + [term(here) for term in (self.rule.terms if terms is None else terms)])
+
+    def _note_loss(self, loss: Tensor) -> None:
+        """The step's first loss, taken at w, is the one to report."""
+        if not self._noted:
+            self.notes.add("loss", loss)
+            self._noted = True
 
     @staticmethod
     def _sum(parts: list[Tensor]) -> Tensor:

@@ -59,7 +59,9 @@ def score(module: nn.Module, inputs: Tensor, labels: Tensor, loss: Loss, classes
 
 def consistency(uploads: Sequence[Upload], moved: Tensor) -> float:
     """(1/n) Σ ‖wᵢ − w‖² against the new global model: wᵢ = sent + Δᵢ and w = sent + moved, so what was sent cancels."""
-    return sum(float((upload.delta - moved).square().sum()) for upload in uploads) / len(uploads)
+    gap = torch.empty_like(moved)
+    gaps = (torch.sub(upload.delta, moved, out=gap) for upload in uploads)
+    return sum(float(gap.dot(gap)) for gap in gaps) / len(uploads)
 
 
 def bytes_of(*vectors: Tensor | None) -> int:

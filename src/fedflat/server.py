@@ -75,7 +75,8 @@ def conduct(
     if state.buffers.numel() and problem.buffers == "average":
         sent["buffers"] = state.buffers
     brief = Brief(state.round, problem.local.lr * problem.local.lr_decay**state.round, sent)
-    uploads = Uploads([_sound(upload, state.round) for upload in engine.turns(brief, cohort)], server.average)
+    arriving = (_sound(upload, state.round) for upload in engine.turns(brief, cohort))
+    uploads = Uploads(arriving, server.average, cohort)
     merged = merge(problem, server, state, uploads)
     report = RoundReport(
         cohort=[upload.client for upload in uploads],

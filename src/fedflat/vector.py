@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedflat.chain import Chain
 from fedflat.errors import RecipeError
 
 ACTIVATIONS = (nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid)
@@ -128,6 +129,11 @@ class Network:
     def size(self) -> int:
         """d, the number of parameters."""
         return self.layout.size
+
+    @property
+    def chain(self) -> Chain | None:
+        """What computes the cross-entropy's gradient without autograd, while the module is plain enough for that."""
+        return None if self.autocast else Chain.of(self.module)
 
     @torch.no_grad()
     def choose_head(self, sample: Tensor | None) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
+from itertools import accumulate, pairwise
 from multiprocessing.connection import Connection, wait
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing import get_context
@@ -21,13 +23,30 @@ from fedflat.engine.engine import chunks, groups
 from fedflat.errors import FedflatError, TrainingError
 from fedflat.metrics import Score
 from fedflat.parts import ServerState, Upload, Uploads
-from fedflat.store import Memory, Scratch, Tables
+from fedflat.store import Memory, Scratch, Table, Tables
 
-Task = tuple[Any, ...]
 Numbers = dict[str, Any]
 # Forked workers begin at once with torch and the data in place; where forking is not safe they import and map them.
 START = "fork" if sys.platform == "linux" else "spawn"
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+AHEAD = 1000  # tasks in the pipe at a time: what it holds without blocking the server
+
+
+class Task(NamedTuple):
+    """Turns ("tu") of clients, or the score on the test ("te") or training ("tr") samples, from start to stop.
+
+    `place` is the task's own in the round; the clients are named by theirs in the round's order, in shared memory.
+    """
+
+    kind: bytes
+    place: int
+    round: int
+    lr: float
+    start: int
+    stop: int
+
+
+RECORD = struct.Struct("<2sqqdqq")
 
 
 def cores() -> int:
@@ -41,31 +60,43 @@ def cores() -> int:
 
 
 class Pool:
-    """The engine of worker processes."""
+    """The engine of worker processes.
+
+    All tasks of a round lie in one pipe, as records of one size: a worker takes the next one as soon as it is done with
+    its last, without asking anybody, and a worker that is killed holds no lock. Each has a pipe of its own to answer.
+    """
 
     def __init__(self, problem: Problem, state: ServerState, slots: int, workers: int, start: str = START) -> None:
         self._problem = problem
         self._scratch = Scratch(problem.room(slots))
-        self._shared = Shared(self._scratch, problem, state, slots)
+        self._shared = Shared(self._scratch, problem, state, slots, workers)
         context: Any = get_context(start)
-        self._workers: list[tuple[Any, Any]] = []
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
+        theirs, self._tasks = context.Pipe(duplex=False)
+        self._workers: dict[Any, tuple[int, Any]] = {}
+        for number in range(workers):
+            answers, answer = context.Pipe(duplex=False)
             # A forked worker inherits the server's ends; unless it closes them no worker would see the server go.
-            inherited = [pipe for _, pipe in self._workers] + [ours] if start == "fork" else []
-            process = context.Process(target=_serve, args=(problem, self._shared, theirs, inherited), daemon=True)
+            inherited = [*self._workers, answers, self._tasks] if start == "fork" else []
+            arguments = (number, problem, self._shared, theirs, answer, inherited)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+            answer.close()
+            self._workers[answers] = (number, process)
+        theirs.close()
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload]:
+        order = groups(self._problem, cohort)
+        positions = [position for group in order for position in group]
         self._shared.board.write(0, brief.sent)
-        tasks = [
-            ("turns", brief.round, brief.lr, tuple(cohort[slot] for slot in group), tuple(group))
-            for group in groups(self._problem, cohort)
-        ]
-        for (*_, slots), answers in self._each(tasks, lambda task: _named(task[3], brief.round)):
-            for slot, numbers in zip(slots, answers, strict=True):
+        self._shared.lay(positions, [cohort[position] for position in positions])
+        ends = list(accumulate(map(len, order), initial=0))
+        tasks = [Task(b"tu", i, brief.round, brief.lr, *span) for i, span in enumerate(pairwise(ends))]
+
+        def named(task: Task) -> str:
+            return _named([cohort[position] for position in positions[task.start : task.stop]], brief.round)
+
+        for task, answers in self._each(tasks, named):
+            for slot, numbers in zip(positions[task.start : task.stop], answers, strict=True):
                 yield self._shared.completed(numbers, slot)
 
     def remember(self, uploads: Uploads) -> None:
@@ -75,28 +106,40 @@ class Pool:
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
         self._shared.model.write(0, {"weights": state.weights, "buffers": state.buffers})
         spans = chunks(self._problem.federation.size(part), chunk)
-        tasks = [("score", part, *span) for span in spans]
+        tasks = [Task(part[:2].encode(), i, 0, 0.0, *span) for i, span in enumerate(spans)]
         scores: dict[Task, Score] = dict(
-            self._each(tasks, lambda task: f"evaluation of {part} samples {task[2]} to {task[3]}")
+            self._each(tasks, lambda task: f"evaluation of {part} samples {task.start} to {task.stop}")
         )
         return reduce(add, (scores[task] for task in tasks))
 
-    def _each(self, tasks: Sequence[Task], what: Any) -> Iterator[tuple[Task, Any]]:
-        """Hand the tasks out in order, one at a time to each worker, and give back what they make of them."""
-        left, idle = list(reversed(tasks)), list(self._workers)
-        busy: dict[Any, tuple[Any, Task]] = {}
-        while left or busy:
-            while left and idle:
-                process, end = idle.pop()
-                busy[end] = (process, task := left.pop())
-                end.send(task)
-            for pipe in wait(list(busy)):
-                process, task = busy.pop(pipe)
-                idle.append((process, pipe))
-                yield task, _received(pipe, process, what(task))
+    def _each(self, tasks: Sequence[Task], what: Callable[[Task], str]) -> Iterator[tuple[Task, Any]]:
+        """Lay the tasks out in order, and give back what the workers make of them."""
+        laid = done = 0
+        while done < len(tasks):
+            for task in tasks[laid : done + AHEAD]:
+                os.write(self._tasks.fileno(), RECORD.pack(*task))
+            laid = min(len(tasks), done + AHEAD)
+            for pipe in wait(list(self._workers)):
+                place, good, value = self._received(pipe, tasks, what)
+                if not good:
+                    raise _error(value, what(tasks[place]))
+                done += 1
+                yield tasks[place], value
+
+    def _received(self, pipe: Any, tasks: Sequence[Task], what: Callable[[Task], str]) -> tuple[int, bool, Any]:
+        try:
+            answer: tuple[int, bool, Any] = pipe.recv()
+            return answer
+        except (EOFError, ConnectionResetError):
+            number, process = self._workers[pipe]
+            process.join(1)
+            place = int(self._shared.busy[0][number]) - 1
+            about = what(tasks[place]) if place >= 0 else "between two tasks"
+            raise TrainingError(f"{about}: its worker process died with exit code {process.exitcode}") from None
 
     def close(self) -> None:
-        for process, pipe in self._workers:
+        self._tasks.close()
+        for pipe, (_, process) in self._workers.items():
             pipe.close()
             process.join(0.5)
             if process.is_alive():
@@ -105,22 +148,10 @@ class Pool:
         self._scratch.close()
 
 
-def _received(pipe: Any, process: Any, what: str) -> Any:
-    try:
-        good, value = pipe.recv()
-    except (EOFError, ConnectionResetError):
-        process.join(1)
-        raise TrainingError(f"{what}: its worker process died with exit code {process.exitcode}") from None
-    if not good:
-        kind, message = value
-        raise kind(message) if kind else TrainingError(f'{what}: {message} (engine = "inline" shows where)')
-    return value
-
-
 class Shared:
     """The vectors that the server and its workers see at the same time."""
 
-    def __init__(self, scratch: Scratch, problem: Problem, state: ServerState, slots: int) -> None:
+    def __init__(self, scratch: Scratch, problem: Problem, state: ServerState, slots: int, workers: int) -> None:
         size, statistics, dtype = problem.network.size, problem.network.buffers.numel(), state.weights.dtype
         shared = 0 if "buffers" in problem.memory else statistics
         sent = {name: vector.numel() for name, vector in problem.method.send(state).items()}
@@ -130,6 +161,18 @@ class Shared:
         self.slots = Tables(scratch.path, "upload", slots, {**uploads, "buffers": shared}, dtype)
         self.kept = Tables(scratch.path, "kept", slots, problem.memory, dtype)
         self.memory = Memory(scratch.path, problem.federation.clients, problem.memory, dtype)
+        self.order = Tables(scratch.path, "order", 1, {"slots": slots, "clients": slots}, torch.int64)
+        self.busy = Table(scratch.path / "busy", 1, workers, torch.int64)
+
+    def lay(self, slots: Sequence[int], clients: Sequence[int]) -> None:
+        """The order of a round: who takes part, and in which slot the upload is left."""
+        for name, numbers in ("slots", slots), ("clients", clients):
+            self.order[0][name][: len(numbers)] = torch.tensor(numbers)
+
+    def who(self, start: int, stop: int) -> tuple[list[int], list[int]]:
+        """Slots and clients of a task."""
+        order = self.order[0]
+        return order["slots"][start:stop].tolist(), order["clients"][start:stop].tolist()
 
     def stripped(self, upload: Upload, slot: int) -> Numbers:
         """The worker's side: the vectors into the slot, the numbers into the message."""
@@ -147,42 +190,56 @@ class Shared:
         return Upload(**numbers, delta=delta, vectors=vectors, memory=self.kept[slot])
 
 
-def _serve(problem: Problem, shared: Shared, pipe: Connection, inherited: Sequence[Connection]) -> None:
+def _serve(
+    number: int,
+    problem: Problem,
+    shared: Shared,
+    tasks: Connection,
+    answer: Connection,
+    inherited: Sequence[Connection],
+) -> None:
     """A worker's life: take a task, do it, answer; end when the server closes the pipe."""
     for end in inherited:
         end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    worker = Worker(problem)
-    with suppress(EOFError, ConnectionError):
-        while True:
-            kind, *task = pipe.recv()
-            pipe.send(_answer(worker, shared, kind, task))
+    worker, busy = Worker(problem), shared.busy[0]
+    with suppress(ConnectionError):
+        while record := os.read(tasks.fileno(), RECORD.size):
+            task = Task(*RECORD.unpack(record))
+            busy[number] = task.place + 1
+            answer.send((task.place, *_answer(worker, shared, task)))
+            busy[number] = 0
 
 
-def _answer(worker: Worker, shared: Shared, kind: str, task: list[Any]) -> tuple[bool, Any]:
+def _answer(worker: Worker, shared: Shared, task: Task) -> tuple[bool, Any]:
     """What came of a task, or the error that it ended in: its class if it is ours, and what it says."""
     try:
-        return True, _turns(worker, shared, *task) if kind == "turns" else _score(worker, shared, *task)
+        return True, _turns(worker, shared, task) if task.kind == b"tu" else _score(worker, shared, task)
     except FedflatError as error:
         return False, (type(error), str(error))
     except Exception as error:
         return False, (None, f"{type(error).__name__}: {error}")
 
 
-def _named(clients: Sequence[int], round: int) -> str:
-    one = len(clients) == 1
-    return f"client{'' if one else 's'} {', '.join(map(str, clients))} in round {round}"
-
-
-def _turns(
-    worker: Worker, shared: Shared, round: int, lr: float, clients: Sequence[int], slots: Sequence[int]
-) -> list[Numbers]:
-    brief = Brief(round, lr, shared.board[0])
+def _turns(worker: Worker, shared: Shared, task: Task) -> list[Numbers]:
+    slots, clients = shared.who(task.start, task.stop)
+    brief = Brief(task.round, task.lr, shared.board[0])
     uploads = worker.turns(brief, clients, [shared.memory[client] for client in clients])
     return [shared.stripped(upload, slot) for upload, slot in zip(uploads, slots, strict=True)]
 
 
-def _score(worker: Worker, shared: Shared, part: str, start: int, stop: int) -> Score:
-    model = shared.model[0]
-    return worker.score(model["weights"], model.get("buffers", worker.problem.network.buffers), part, start, stop)
+def _score(worker: Worker, shared: Shared, task: Task) -> Score:
+    model, part = shared.model[0], "test" if task.kind == b"te" else "train"
+    buffers = model.get("buffers", worker.problem.network.buffers)
+    return worker.score(model["weights"], buffers, part, task.start, task.stop)
+
+
+def _error(value: tuple[type[FedflatError] | None, str], about: str) -> FedflatError:
+    kind, message = value
+    return kind(message) if kind else TrainingError(f'{about}: {message} (engine = "inline" shows where)')
+
+
+def _named(clients: Sequence[int], round: int) -> str:
+    one = len(clients) == 1
+    return f"client{'' if one else 's'} {', '.join(map(str, clients))} in round {round}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
@@ -65,12 +66,35 @@ class Upload:
 
 
 class Uploads(Sequence[Upload]):
-    """The uploads of a round in the order of client ids, so that every sum is made in one order."""
+    """The uploads of a round in the order of client ids, so that every sum is made in one order.
 
-    def __init__(self, uploads: Sequence[Upload], by: Literal["uniform", "samples"]) -> None:
-        self._uploads = sorted(uploads, key=lambda upload: upload.client)
-        total = sum(upload.samples for upload in self._uploads)
-        self.weights = [u.samples / total if by == "samples" else 1 / len(self._uploads) for u in self._uploads]
+    They may still be coming in, from a cohort that is known: the sum of the Δᵢ is then made while others train, as far
+    as the clients have come without a gap.
+    """
+
+    def __init__(
+        self, arriving: Iterable[Upload], by: Literal["uniform", "samples"], cohort: Sequence[int] = ()
+    ) -> None:
+        self._uploads: list[Upload] = []
+        self._shares: list[int] = []
+        waiting, order = dict[int, Upload](), deque(sorted(cohort))
+        for upload in arriving:
+            waiting[upload.client] = upload
+            while order and order[0] in waiting:
+                self._add(waiting.pop(order.popleft()), by)
+        for client in sorted(waiting):
+            self._add(waiting[client], by)
+        total = sum(self._shares)
+        self.weights = [share / total for share in self._shares]
+
+    def _add(self, upload: Upload, by: Literal["uniform", "samples"]) -> None:
+        share = upload.samples if by == "samples" else 1
+        if self._uploads:
+            self._delta.add_(upload.delta, alpha=share)
+        else:
+            self._delta = upload.delta * share
+        self._uploads.append(upload)
+        self._shares.append(share)
 
     def __len__(self) -> int:
         return len(self._uploads)
@@ -90,7 +114,7 @@ class Uploads(Sequence[Upload]):
 
     def average(self, name: str) -> Tensor:
         """Σᵢ pᵢ xᵢ with the recipe's weights, uniform or by samples."""
-        return self.sum(name, self.weights)
+        return self._delta / sum(self._shares) if name == "delta" else self.sum(name, self.weights)
 
 
 def option(
