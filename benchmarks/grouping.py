@@ -1,4 +1,4 @@
-"""When it pays to train 16 clients in common steps: time of a group ÷ time of the same clients one by one; one thread.
+"""When it pays to train clients in common steps: time of a group ÷ time of the same clients one by one; one thread.
 
     python benchmarks/grouping.py [--repeats 9]
 
@@ -11,37 +11,65 @@ from functools import partial
 
 import torch
 from timing import interleaved, ratio
+from torch import nn
 
-from fedflat import Dataset, Federation, Samples, models
+from fedflat import Dataset, Federation, Samples
 from fedflat.client import Brief, Problem, Worker
-from fedflat.group import SMALL, TOGETHER
+from fedflat.group import group_size
 from fedflat.methods import parse
 from fedflat.recipe import Local
 from fedflat.server import first_state
 from fedflat.vector import Network
 
-IMAGE, SMALL_IMAGE = (1, 28, 28), (1, 8, 8)
-MODELS = ((SMALL_IMAGE, (32,)), (SMALL_IMAGE, (200,)), (IMAGE, (32,)), (IMAGE, (100,)), (IMAGE, (200, 200)))
+COHORT, IMAGE, SMALL_IMAGE = 100, (1, 28, 28), (1, 8, 8)
 
 
-def times(shape: tuple[int, ...], hidden: tuple[int, ...], repeats: int) -> tuple[int, tuple[float, float, float]]:
+def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(a, b), activation()) for a, b in zip(widths, widths[1:], strict=False)]
+    return nn.Sequential(nn.Flatten(), *[module for layer in layers for module in layer][:-1])
+
+
+def conv(channels: int) -> nn.Module:
+    layers = [nn.Conv2d(1, channels, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(channels, 2 * channels, 3), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8 * channels, 10))
+
+
+MODELS = {
+    "linear layers and ReLU": [
+        (SMALL_IMAGE, mlp(64, 32, 10)),
+        (SMALL_IMAGE, mlp(64, 200, 10)),
+        (IMAGE, mlp(784, 32, 10)),
+        (IMAGE, mlp(784, 100, 10)),
+        (IMAGE, mlp(784, 200, 200, 10)),
+        (IMAGE, mlp(784, 300, 300, 10)),
+    ],
+    "linear layers and tanh": [
+        (SMALL_IMAGE, mlp(64, 32, 10, activation=nn.Tanh)),
+        (IMAGE, mlp(784, 32, 10, activation=nn.Tanh)),
+        (IMAGE, mlp(784, 100, 10, activation=nn.Tanh)),
+    ],
+    "convolutions": [(IMAGE, conv(8)), (IMAGE, conv(32))],
+}
+
+
+def times(shape: tuple[int, ...], module: nn.Module, group: int, repeats: int) -> tuple[float, float, float]:
     chance = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (60 * TOGETHER, *shape), generator=chance, dtype=torch.uint8)
-    samples = Samples(images, torch.randint(0, 10, (60 * TOGETHER,), generator=chance))
-    shards = torch.arange(60 * TOGETHER).split(60)
-    federation = Federation(Dataset("random", samples, samples, 10, (0.5,), (0.25,)), tuple(shards))
-    network = Network(models.build("mlp", shape, 10, hidden=hidden))
-    problem = Problem(federation, network, parse("fedavg"), Local(epochs=1, batch=10, lr=0.05))
-    worker, clients = Worker(problem), list(range(TOGETHER))
+    images = torch.randint(0, 256, (60 * group, *shape), generator=chance, dtype=torch.uint8)
+    samples = Samples(images, torch.randint(0, 10, (60 * group,), generator=chance))
+    federation = Federation(
+        Dataset("random", samples, samples, 10, (0.5,), (0.25,)), torch.arange(60 * group).split(60)
+    )
+    problem = Problem(federation, Network(module), parse("fedavg"), Local(epochs=1, batch=10, lr=0.05))
+    worker, clients = Worker(problem), list(range(group))
     brief = Brief(0, 0.05, problem.method.send(first_state(problem)))
-    together = partial(worker.turns, brief, clients, [{}] * TOGETHER)
+    together = partial(worker.turns, brief, clients, [{}] * group)
 
     def one_by_one() -> None:
         for client in clients:
             worker.turn(brief, client, {})
 
     seconds = interleaved({"together": together, "one by one": one_by_one}, repeats)
-    return network.size, ratio(seconds["together"], seconds["one by one"])
+    return ratio(seconds["together"], seconds["one by one"])
 
 
 def main() -> int:
@@ -50,12 +78,16 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     wrong = 0
-    print("| parameters | together ÷ one by one | quartiles | chosen |\n|---|---|---|---|")
-    for shape, hidden in MODELS:
-        size, (middle, low, high) = times(shape, hidden, options.repeats)
-        chosen = size <= SMALL
-        wrong += chosen and middle >= 1
-        print(f"| {size:,} | {middle:.2f} | {low:.2f}–{high:.2f} | {'together' if chosen else 'one by one'} |")
+    print("| model | parameters | group | together ÷ one by one | quartiles | chosen |\n|---|---|---|---|---|---|")
+    for kind, cases in MODELS.items():
+        for shape, module in cases:
+            network = Network(module)
+            chosen = group_size(network, COHORT)
+            group = chosen if chosen > 1 else 8
+            middle, low, high = times(shape, module, group, options.repeats)
+            wrong += chosen > 1 and middle >= 1
+            choice = "together" if chosen > 1 else "one by one"
+            print(f"| {kind} | {network.size:,} | {group} | {middle:.2f} | {low:.2f}–{high:.2f} | {choice} |")
     return 1 if wrong else 0
 
 

@@ -22,9 +22,9 @@ def shared_steps(monkeypatch):
     """The sizes of the groups that really went together."""
     sizes = []
 
-    def counted(network, start, rules, streams):
+    def counted(network, start, rules, batches):
         sizes.append(len(rules))
-        return train_together(network, start, rules, streams)
+        return train_together(network, start, rules, batches)
 
     monkeypatch.setattr(client, "train_together", counted)
     return sizes
@@ -85,8 +85,14 @@ def test_what_looks_into_a_pass_goes_one_by_one():
 
 
 def test_groups_are_for_small_models_and_large_cohorts():
-    assert group_size(2_410, 100) == 16
-    assert group_size(2_410, 20) == group_size(199_210, 100) == 1
+    small, middle, large = (Network(nn.Sequential(nn.Linear(n, 10))) for n in (200, 8_000, 20_000))
+    assert [group_size(small, cohort) for cohort in (100, 64, 20, 15)] == [16, 16, 5, 1]
+    assert group_size(middle, 100) == 16
+    assert group_size(large, 100) == 1
+    autograd = Network(nn.Sequential(nn.Tanh(), nn.Linear(200, 10)))
+    assert group_size(autograd, 100) == 16
+    assert group_size(Network(nn.Sequential(nn.Tanh(), nn.Linear(8_000, 10))), 100) == 1
+    assert group_size(Network(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))), 100) == 1
 
 
 def test_dropout_is_drawn_for_each_turn_and_not_from_the_global_generator(many):

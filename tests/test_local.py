@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fedflat.local import LocalRule, Slope, step, train
@@ -145,3 +146,18 @@ def test_fedsol_on_the_head_runs_the_body_once_and_the_frozen_model_once(scope, 
         network, reference, start, part.plan(rule, {"weights": start + 0.01}, {}), [(x, y)], nn.functional.cross_entropy
     )
     assert counts == {"body": body_passes, "head": 2, "frozen": 1}
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-2])
+def test_a_plain_step_of_a_chain_is_the_step_of_its_gradient(decay):
+    """w ← w − η (∇ + decay · w), whether ∇ is written down or not."""
+    torch.manual_seed(0)
+    network = Network(nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)), torch.float64)
+    start = network.weights.clone()
+    batches = [(torch.randn(4, 5, dtype=torch.float64), torch.randint(0, 3, (4,))) for _ in range(3)]
+    rule = LocalRule(lr=0.2, steps=3, weight_decay=decay, lr_floor=0.5)
+    at_once = train(network, None, start, rule, batches, F.cross_entropy)
+    clipped = train(network, None, start, replace(rule, clip=1e9), batches, F.cross_entropy)
+    assert rule.plain and not clipped.rule.plain
+    torch.testing.assert_close(at_once.delta, clipped.delta, rtol=1e-12, atol=1e-14)
+    assert at_once.loss == pytest.approx(clipped.loss, rel=1e-12)

@@ -29,6 +29,7 @@ def recipe_of(job: Job, clients: int) -> Recipe:
             "model": MODELS[job.model],
             "local": local | {"momentum": job.momentum, "weight_decay": job.weight_decay},
             "server": {"rounds": len(job.cohorts), "cohort": max(map(len, job.cohorts)), "average": "samples"},
+            "evaluation": {"measures": []},
             "engine": {"name": "auto", "workers": job.workers},
         }
     )

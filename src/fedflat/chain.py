@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 aten = torch.ops.aten
-MEAN, NONE_IGNORED = 1, -100
+MEAN, IGNORED = 1, -100  # the defaults of torch's cross-entropy
 
 
 class Chain:
@@ -20,7 +22,14 @@ class Chain:
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        self._layers = [(layer.weight, layer.bias) for layer in layers]
+        pairs = [(layer.weight, layer.bias) for layer in layers]
+        self._layers = [(weight.detach(), None if bias is None else bias.detach()) for weight, bias in pairs]
+        self._gradients = [(weight.grad, None if bias is None else bias.grad) for weight, bias in pairs]
+        self._one = torch.ones_like(self._layers[0][0][0, 0])
+
+    def rows(self, weights: Tensor) -> Rows:
+        """The same for several clients, whose weights are the rows of a matrix."""
+        return Rows([(weight.shape, bias is not None) for weight, bias in self._layers], weights)
 
     @classmethod
     def of(cls, module: nn.Module) -> Chain | None:
@@ -35,9 +44,27 @@ class Chain:
         trained = all(parameter.requires_grad for parameter in module.parameters())
         return cls(linear) if plain and trained and not hooked else None
 
-    @torch.no_grad()
-    def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def gradient(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """The mean cross-entropy of a batch; its gradient is left in the parameters' `.grad`."""
+        loss, slopes = self._backward(inputs, labels)
+        for (weight, bias), (delta, h) in zip(self._gradients, slopes, strict=True):
+            torch.mm(delta.t(), h, out=weight)
+            if bias is not None:
+                torch.sum(delta, 0, out=bias)
+        return loss
+
+    def descend(self, inputs: Tensor, labels: Tensor, lr: float, decay: float) -> Tensor:
+        """The mean cross-entropy of a batch, and the step w ← w − η (∇ + decay · w), without ever writing ∇ down."""
+        loss, slopes = self._backward(inputs, labels)
+        ones = self._one.expand(len(labels))
+        for (weight, bias), (delta, h) in zip(self._layers, slopes, strict=True):
+            weight.addmm_(delta.t(), h, beta=1 - lr * decay, alpha=-lr)
+            if bias is not None:
+                bias.addmv_(delta.t(), ones, beta=1 - lr * decay, alpha=-lr)
+        return loss
+
+    def _backward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The loss, and each layer's (δ_l, h_{l−1})."""
         entered: list[Tensor] = []
         out = inputs.flatten(1)
         for weight, bias in self._layers:
@@ -46,14 +73,64 @@ class Chain:
             entered.append(out)
             out = torch.mm(out, weight.t()) if bias is None else torch.addmm(bias, out, weight.t())
         log_p = torch.log_softmax(out, 1)
-        loss, total = aten.nll_loss_forward.default(log_p, labels, None, MEAN, NONE_IGNORED)
-        slope = aten.nll_loss_backward.default(torch.ones_like(loss), log_p, labels, None, MEAN, NONE_IGNORED, total)
-        delta = aten._log_softmax_backward_data.default(slope, log_p, 1, log_p.dtype)
-        for (weight, bias), h in zip(reversed(self._layers), reversed(entered), strict=True):
-            torch.mm(delta.t(), h, out=weight.grad)
+        loss, total = aten.nll_loss_forward.default(log_p, labels, None, MEAN, IGNORED)
+        slope = aten.nll_loss_backward.default(self._one, log_p, labels, None, MEAN, IGNORED, total)
+        deltas = [aten._log_softmax_backward_data.default(slope, log_p, 1, log_p.dtype)]
+        for (weight, _), h in zip(self._layers[:0:-1], entered[:0:-1], strict=True):
+            deltas.append(aten.threshold_backward.default(torch.mm(deltas[-1], weight), h, 0))
+        return loss, list(zip(reversed(deltas), entered, strict=True))
+
+
+class Rows:
+    """`Chain` for several clients at once: W, b, h, z and δ have one more dimension in front, the client.
+
+    What a sample counts in its client's mean is its share: 1/n, or 0 for one that only fills a shorter batch up.
+    """
+
+    def __init__(self, layers: Sequence[tuple[torch.Size, bool]], weights: Tensor) -> None:
+        self.gradients = torch.empty_like(weights)
+        self._layers, self._gradients = _views(layers, weights), _views(layers, self.gradients)
+
+    def gradient(self, inputs: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+        """Each client's loss; its gradient is left in `gradients`."""
+        losses, slopes = self._backward(inputs, labels, shares)
+        for (weight, bias), (delta, h) in zip(self._gradients, slopes, strict=True):
+            torch.bmm(delta.mT, h, out=weight)
             if bias is not None:
-                torch.sum(delta, 0, out=bias.grad)
-            if h is not entered[0]:
-                delta = aten.threshold_backward.default(torch.mm(delta, weight), h, 0)
-        result: Tensor = loss
-        return result
+                torch.sum(delta, 1, out=bias)
+        return losses
+
+    def descend(self, inputs: Tensor, labels: Tensor, shares: Tensor, lr: float, decay: float) -> Tensor:
+        """Each client's loss, and the step w ← w − η (∇ + decay · w)."""
+        losses, slopes = self._backward(inputs, labels, shares)
+        for (weight, bias), (delta, h) in zip(self._layers, slopes, strict=True):
+            weight.baddbmm_(delta.mT, h, beta=1 - lr * decay, alpha=-lr)
+            if bias is not None:
+                bias.mul_(1 - lr * decay).sub_(delta.sum(1), alpha=lr)
+        return losses
+
+    def _backward(self, inputs: Tensor, labels: Tensor, shares: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        entered: list[Tensor] = []
+        out = inputs.flatten(2)
+        for weight, bias in self._layers:
+            if entered:
+                out = out.relu_()
+            entered.append(out)
+            out = torch.bmm(out, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), out, weight.mT)
+        log_p, chosen, shares = torch.log_softmax(out, 2), labels.unsqueeze(2), shares.unsqueeze(2)
+        losses = -(log_p.gather(2, chosen) * shares).sum((1, 2))
+        deltas = [log_p.exp().mul_(shares).scatter_add_(2, chosen, -shares)]
+        for (weight, _), h in zip(self._layers[:0:-1], entered[:0:-1], strict=True):
+            deltas.append(aten.threshold_backward.default(torch.bmm(deltas[-1], weight), h, 0))
+        return losses, list(zip(reversed(deltas), entered, strict=True))
+
+
+def _views(layers: Sequence[tuple[torch.Size, bool]], rows: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+    """Each layer's W and b in a matrix whose rows are flat weights."""
+    views, end = list[tuple[Tensor, Tensor | None]](), 0
+    for shape, bias in layers:
+        start, end = end, end + shape.numel()
+        weight = rows[:, start:end].unflatten(1, shape)
+        start, end = end, end + bias * shape[0]
+        views.append((weight, rows[:, start:end] if bias else None))
+    return views

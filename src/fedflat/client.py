@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedflat.errors import RecipeError, SplitError
-from fedflat.federation.federation import Federation, batch_indices, batch_steps
+from fedflat.federation.federation import Federation, batch_steps
 from fedflat.group import can_share, train_together
 from fedflat.local import LocalRule, Loss, Outcome, Vectors, train
 from fedflat.method import Method
@@ -116,10 +116,14 @@ class Worker:
         """The rounds of several clients, in common steps if their rules allow it and one by one if not."""
         plans = [self._plan(brief, client, memory) for client, memory in zip(clients, memories, strict=True)]
         rules = [rule for _, rule in plans]
-        if len(clients) == 1 or self.problem.loss is not F.cross_entropy or not can_share(self.problem.network, rules):
+        problem = self.problem
+        alike = problem.loss is F.cross_entropy and not problem.federation.augment.draws
+        if len(clients) == 1 or not alike or not can_share(problem.network, rules):
             return [self.turn(brief, client, memory) for client, memory in zip(clients, memories, strict=True)]
-        streams = [self._batches(brief, client, rule) for client, rule in zip(clients, rules, strict=True)]
-        outcomes = train_together(self.problem.network, brief.sent["weights"], rules, streams)
+        orders = [self._order(brief, client) for client in clients]
+        steps = [rule.steps for rule in rules]
+        batches = problem.federation.batches_together(clients, problem.local.batch, steps, orders)
+        outcomes = train_together(problem.network, brief.sent["weights"], rules, batches)
         planned = zip(clients, plans, outcomes, strict=True)
         return [self._settle(brief, client, memory, outcome) for client, (memory, _), outcome in planned]
 
@@ -166,11 +170,13 @@ class Worker:
 
     def _batches(self, brief: Brief, client: int, rule: LocalRule) -> Iterator[tuple[Tensor, Tensor]]:
         problem = self.problem
-        order = generator(problem.seed, "batches", brief.round, client) if problem.shuffle else None
+        order = self._order(brief, client)
         chance = generator(problem.seed, "augment", brief.round, client) if problem.shuffle else None
-        shard = problem.federation.shards[client]
-        for indices in batch_indices(shard, problem.local.batch, rule.steps * (1 + rule.pairs), order):
-            yield problem.federation.batch(indices, chance)
+        steps = rule.steps * (1 + rule.pairs)
+        return problem.federation.batches(client, problem.local.batch, steps, order, chance)
+
+    def _order(self, brief: Brief, client: int) -> torch.Generator | None:
+        return generator(self.problem.seed, "batches", brief.round, client) if self.problem.shuffle else None
 
     def score(self, weights: Tensor, buffers: Tensor, part: str, start: int, stop: int) -> Score:
         """A model's score on one chunk of the test or training samples."""

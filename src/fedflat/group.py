@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,21 +17,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from fedflat.local import Batch, LocalRule, Outcome, Vectors, step
+from fedflat.local import LocalRule, Outcome, Vectors, step
 from fedflat.vector import Layout, Network
 
-# Measured by benchmarks/grouping.py: below this many parameters, and with at least this many clients in a step.
-SMALL, TOGETHER = 30_000, 16
+# Measured by benchmarks/grouping.py: up to how many parameters clients share steps, and how many of them.
+SMALL_CHAIN, SMALL, TOGETHER, FEWEST = 100_000, 30_000, 16, 4
+RowBatch = tuple[Tensor, Tensor, Tensor]  # inputs, labels and shares of every row
 ALIKE = ("lr", "momentum", "weight_decay", "clip", "clip_mode", "scale", "decay")
 
 
-def group_size(parameters: int, cohort: int) -> int:
-    """How many clients share a step: 16 where the model is small and the cohort makes two groups, else one.
+def group_size(network: Network, cohort: int) -> int:
+    """How many clients share a step: 16 where the model is small, or as many as leave four groups; else one.
 
-    >>> group_size(5_000, 100), group_size(5_000, 10), group_size(2_000_000, 100)
+    Convolutions with weights of their own for every client are slow, and go one by one.
+
+    >>> small, large = Network(nn.Sequential(nn.Linear(64, 10))), Network(nn.Sequential(nn.Linear(1000, 1000)))
+    >>> group_size(small, 100), group_size(small, 10), group_size(large, 100)
     (16, 1, 1)
     """
-    return TOGETHER if parameters <= SMALL and cohort >= 2 * TOGETHER else 1
+    convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in network.module.modules())
+    small = network.size <= (SMALL_CHAIN if network.chain else 0 if convolves else SMALL)
+    size = min(TOGETHER, cohort // 4)
+    return size if small and size >= FEWEST else 1
 
 
 def can_share(network: Network, rules: Sequence[LocalRule]) -> bool:
@@ -46,7 +52,7 @@ def can_share(network: Network, rules: Sequence[LocalRule]) -> bool:
 
 
 def train_together(
-    network: Network, start: Tensor, rules: Sequence[LocalRule], streams: Sequence[Iterable[Batch]]
+    network: Network, start: Tensor, rules: Sequence[LocalRule], batches: Iterable[RowBatch]
 ) -> list[Outcome]:
     """Each client's own K steps from `start` with the cross-entropy, all clients in one step at a time."""
     network.module.train()
@@ -54,11 +60,12 @@ def train_together(
     velocity = torch.zeros_like(weights) if rule.momentum else None
     carry, losses = dict(rule.carry), weights.new_zeros(len(rules))
     slope = RowSlope(network, weights)
-    for batches in zip_longest(*streams):
-        slope.at(batches)
+    for batch in batches:
+        slope.at(batch)
         with _standing_still(slope.done, weights, carry):
-            gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)  # type: ignore[arg-type]
-            step(weights, gradient, velocity, rule)
+            if not slope.descend(rule):
+                gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)  # type: ignore[arg-type]
+                step(weights, gradient, velocity, rule)
         losses += slope.loss
     return [
         Outcome(weights[i] - start, float(losses[i]) / r.steps, r, {n: v[i] for n, v in carry.items()}, {})
@@ -88,24 +95,16 @@ class RowSlope:
 
     def __init__(self, network: Network, weights: Tensor) -> None:
         self.weights = weights
-        self._gradient = _row_gradient(network.module, network.layout)
+        chain = network.chain
+        self._chain = chain.rows(weights) if chain else None
+        self._vectorised = _row_gradient(network.module, network.layout)
         self._home = torch.empty_like(weights)
 
-    def at(self, batches: Sequence[Batch | None]) -> None:
-        """Move on to the next batches; None for a client that has no more."""
-        present = next(batch for batch in batches if batch is not None)
-        longest = max(len(batch[1]) for batch in batches if batch is not None)
-        shape = (len(batches), longest)
-        self._inputs = present[0].new_zeros(*shape, *present[0].shape[1:])
-        self._labels = present[1].new_zeros(shape)
-        self._shares = self.weights.new_zeros(shape)
-        for row, batch in enumerate(batches):
-            if batch is not None:
-                size = len(batch[1])
-                self._inputs[row, :size], self._labels[row, :size] = batch
-                self._shares[row, :size] = 1 / size
-        rows = [row for row, batch in enumerate(batches) if batch is None]
-        self.done = torch.tensor(rows) if rows else None
+    def at(self, batch: RowBatch) -> None:
+        """Move on to the next batches."""
+        self._batch = batch
+        done = batch[2][:, 0] == 0
+        self.done = done if bool(done.any()) else None
         self._first = True
 
     def __call__(self, direction: Tensor | None = None, length: Tensor | None = None) -> Tensor:
@@ -113,12 +112,22 @@ class RowSlope:
         if direction is not None:
             self._home.copy_(self.weights)
             self.weights.add_(direction if length is None else direction * length)
-        gradient, loss = self._gradient(self.weights, self._inputs, self._labels, self._shares)
+        if self._chain:
+            loss, gradients = self._chain.gradient(*self._batch), self._chain.gradients
+        else:
+            gradients, loss = self._vectorised(self.weights, *self._batch)
         if direction is not None:
             self.weights.copy_(self._home)
         if self._first:
             self.loss, self._first = loss, False
-        return gradient
+        return gradients
+
+    def descend(self, rule: LocalRule) -> bool:
+        """The whole step at once, where it is a plain one of a chain; otherwise nothing is done."""
+        if not self._chain or not rule.plain:
+            return False
+        self.loss = self._chain.descend(*self._batch, rule.lr, rule.decay + rule.weight_decay)
+        return True
 
 
 def _row_gradient(module: nn.Module, layout: Layout) -> Callable[..., tuple[Tensor, Tensor]]:

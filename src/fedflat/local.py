@@ -79,6 +79,12 @@ class LocalRule:
     frozen: Tensor | None = None
     pairs: bool = False
 
+    @property
+    def plain(self) -> bool:
+        """Whether a step is w ← w − η (∇loss + decay · w) and nothing else."""
+        bare = self.pull is None and self.ascent is None and self.frozen is None and not self.terms and not self.pairs
+        return bare and not self.momentum and not self.clip and self.scale == 1.0
+
     def lr_at(self, k: int) -> float:
         """η_k, falling linearly towards `lr_floor` · η over the K steps."""
         return self.lr * (1 - (1 - self.lr_floor) * k / self.steps)
@@ -197,9 +203,17 @@ class Slope:
 
     def _gradient(self, terms: tuple[Term, ...] | None, data: bool) -> Tensor:
         if self._chain and not terms and data and not self._labels.is_floating_point():
-            self._note_loss(self._chain(self._inputs, self._labels))
+            self._note_loss(self._chain.gradient(self._inputs, self._labels))
             return self.network.gradient
         return self.network.differentiate(self._objective(terms, data))
+
+    def descend(self, k: int) -> bool:
+        """The whole step at once, where it is a plain one of a chain; otherwise nothing is done."""
+        if not self._chain or not self.rule.plain or self._labels.is_floating_point():
+            return False
+        decay = self.rule.decay + self.rule.weight_decay
+        self._note_loss(self._chain.descend(self._inputs, self._labels, self.rule.lr_at(k), decay))
+        return True
 
     def in_head(self, terms: tuple[Term, ...]) -> Tensor:
         """The terms' gradient at w with respect to the head alone. The pass through the body is kept for `at_head`."""
@@ -281,6 +295,8 @@ def train(
         stream = iter(batches)
         for k, batch in enumerate(stream):
             slope.at(batch, next(stream, None) if rule.pairs else None)
+            if slope.descend(k):
+                continue
             gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)
             step(network.weights, gradient, velocity, rule, k)
     notes = slope.notes.means()

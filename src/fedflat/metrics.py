@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,21 @@ def consistency(uploads: Sequence[Upload], moved: Tensor) -> float:
     gap = torch.empty_like(moved)
     gaps = (torch.sub(upload.delta, moved, out=gap) for upload in uploads)
     return sum(float(gap.dot(gap)) for gap in gaps) / len(uploads)
+
+
+def divergence(uploads: Sequence[Upload], moved: Tensor) -> float:
+    """(1/n) Σ ‖wᵢ − w‖ against the global model that the clients began with."""
+    return sum(upload.norm for upload in uploads) / len(uploads)
+
+
+def discord(uploads: Sequence[Upload], moved: Tensor) -> float:
+    """The mean of ‖wᵢ − wⱼ‖ over the pairs of clients; 0 for a single one."""
+    pairs = [float((a.delta - b.delta).norm()) for a, b in combinations(uploads, 2)]
+    return sum(pairs) / max(len(pairs), 1)
+
+
+# What a recipe can have measured of a round's uploads, given how far the global model moved.
+MEASURES = {"consistency": consistency, "divergence": divergence, "discord": discord}
 
 
 def bytes_of(*vectors: Tensor | None) -> int:

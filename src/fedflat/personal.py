@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fedflat.client import Problem
 from fedflat.engine.engine import chunks, one_thread
 from fedflat.errors import RecipeError, RunError, TrainingError, nearest
-from fedflat.federation.federation import Federation, batch_indices, batch_steps
+from fedflat.federation.federation import Federation, batch_steps
 from fedflat.folder import write_whole
 from fedflat.local import Batch, LocalRule, train
 from fedflat.metrics import score
@@ -215,8 +215,7 @@ class Adaptation:
             reached(epoch)
             order = generator(problem.seed, "personal", epoch, client) if problem.shuffle else None
             chance = generator(problem.seed, "personal augment", epoch, client) if problem.shuffle else None
-            for indices in batch_indices(problem.federation.shards[client], problem.local.batch, length, order):
-                yield problem.federation.batch(indices, chance)
+            yield from problem.federation.batches(client, problem.local.batch, length, order, chance)
         reached(self.marks[-1])
 
     def _accuracy(self, client: int, module: nn.Module) -> float:

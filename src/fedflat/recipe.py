@@ -108,12 +108,18 @@ class Server(Section):
     lr: float = Field(1.0, gt=0, description="factor η_g on the server's move")
 
 
+Measure = Literal["consistency", "divergence", "discord"]
+
+
 class Evaluation(Section):
     """When and on what the global model is scored."""
 
     every: int = Field(1, ge=0, description="rounds between evaluations; 0 = only after the last")
     on: Literal["test", "train"] = Field("test", description="which samples")
     batch: int = Field(500, ge=1, description="samples of a chunk")
+    measures: list[Measure] = Field(
+        ["consistency"], description="what to measure of each round's local models, as in docs/how-to.md"
+    )
     target: float | None = Field(None, gt=0, le=1, description="accuracy for `rounds to target`")
 
 

@@ -154,7 +154,7 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
         module = models.build(recipe.model.name, shape, classes, chance, **recipe.model.options())
     network = Network(module, dtype, autocast=recipe.precision == "bf16")
     network.choose_head(federation.held_out("train", 0, 1)[0])
-    group = recipe.engine.group or group_size(network.size, cohort_size(recipe.server, federation.clients))
+    group = recipe.engine.group or group_size(network, cohort_size(recipe.server, federation.clients))
     return Problem(federation, network, method, recipe.local, recipe.seed, loss, True, recipe.model.buffers, group)
 
 
@@ -257,7 +257,7 @@ def rounds(
     while state.round < recipe.server.rounds:
         begun = time.perf_counter()
         cohort = draw_cohort(recipe.server, problem.federation.clients, recipe.seed, state.round)
-        state, report = conduct(problem, recipe.server, state, engine, cohort)
+        state, report = conduct(problem, recipe.server, state, engine, cohort, recipe.evaluation.measures)
         record = _record(state, report)
         every, last = recipe.evaluation.every, state.round == recipe.server.rounds
         if last or (every and state.round % every == 0):
@@ -273,7 +273,7 @@ def _record(state: ServerState, report: RoundReport) -> Record:
     return {
         "round": state.round,
         "local_loss": _number(report.local_loss),
-        "consistency": _number(report.consistency),
+        **{name: _number(value) for name, value in report.measures.items()},
         "cohort": report.cohort,
         "bytes_down": report.bytes_down,
         "bytes_up": report.bytes_up,

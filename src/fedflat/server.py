@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from fedflat.client import Brief, Problem
 from fedflat.engine.engine import Engine, one_thread
 from fedflat.errors import RecipeError, TrainingError
-from fedflat.metrics import bytes_of, consistency
+from fedflat.metrics import MEASURES, bytes_of
 from fedflat.parts import ServerState, Upload, Uploads
 from fedflat.randomness import numpy_generator
 from fedflat.recipe import Server
@@ -23,7 +24,7 @@ class RoundReport:
 
     cohort: list[int]
     local_loss: float
-    consistency: float
+    measures: dict[str, float]
     bytes_down: int
     bytes_up: int
     notes: dict[str, float]
@@ -64,7 +65,12 @@ def draw_cohort(server: Server, clients: int, seed: int, round: int) -> list[int
 
 @one_thread()
 def conduct(
-    problem: Problem, server: Server, state: ServerState, engine: Engine, cohort: Sequence[int]
+    problem: Problem,
+    server: Server,
+    state: ServerState,
+    engine: Engine,
+    cohort: Sequence[int],
+    measures: Sequence[str] = (),
 ) -> tuple[ServerState, RoundReport]:
     """One round: brief the cohort, let the engine train it, merge the uploads into the next state.
 
@@ -81,7 +87,7 @@ def conduct(
     report = RoundReport(
         cohort=[upload.client for upload in uploads],
         local_loss=sum(w * u.loss for w, u in zip(uploads.weights, uploads, strict=True)),
-        consistency=consistency(uploads, merged.weights - sent["weights"]),
+        measures=_measured(uploads, merged, sent["weights"], measures),
         bytes_down=len(uploads) * bytes_of(*sent.values()),
         bytes_up=sum(bytes_of(u.delta, *u.vectors.values()) for u in uploads),
         notes=_mean_notes(uploads),
@@ -98,13 +104,17 @@ def merge(problem: Problem, server: Server, state: ServerState, uploads: Uploads
 
 
 def _sound(upload: Upload, round: int) -> Upload:
-    finite = math.isfinite(float(upload.delta.sum())) and math.isfinite(upload.loss)
-    if not finite:
+    if not (math.isfinite(upload.norm) and math.isfinite(upload.loss)):
         raise TrainingError(
             f"client {upload.client} in round {round}: its model is no longer finite (mean loss {upload.loss:.3g}); "
             "lower local.lr or set local.clip"
         )
     return upload
+
+
+def _measured(uploads: Uploads, merged: ServerState, sent: Tensor, names: Sequence[str]) -> dict[str, float]:
+    moved = merged.weights - sent if names else sent
+    return {name: MEASURES[name](uploads, moved) for name in names}
 
 
 def _mean_notes(uploads: Uploads) -> dict[str, float]:

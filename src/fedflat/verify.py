@@ -117,11 +117,12 @@ def _replay(problem: Problem, server: Server, arrays: Arrays) -> float:
             if not active.any():
                 state = replace(state, round=state.round + 1)
                 continue
-            state, report = conduct(problem, server, state, engine, np.flatnonzero(active).tolist())
+            cohort = np.flatnonzero(active).tolist()
+            state, report = conduct(problem, server, state, engine, cohort, ["consistency"])
             deviations.append(_largest(state.weights, torch.from_numpy(arrays["weights"][round])))
             if "consistency" in arrays:
                 recorded = torch.tensor(float(arrays["consistency"][round]))
-                deviations.append(_largest(torch.tensor(report.consistency), recorded))
+                deviations.append(_largest(torch.tensor(report.measures["consistency"]), recorded))
     return max(deviations)
 
 

@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
 from itertools import accumulate, pairwise
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from operator import add
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing import get_context
 
-from fedflat.client import Brief, Problem, Worker
+from fedflat.client import Brief, Problem, Worker, keep_freed_memory
 from fedflat.engine.engine import chunks, groups
 from fedflat.errors import FedflatError, TrainingError
 from fedflat.metrics import Score
@@ -67,12 +68,14 @@ class Pool:
     """
 
     def __init__(self, problem: Problem, state: ServerState, slots: int, workers: int, start: str = START) -> None:
+        keep_freed_memory()
         self._problem = problem
         self._scratch = Scratch(problem.room(slots))
         self._shared = Shared(self._scratch, problem, state, slots, workers)
         context: Any = get_context(start)
         theirs, self._tasks = context.Pipe(duplex=False)
         self._workers: dict[Any, tuple[int, Any]] = {}
+        self._answers = DefaultSelector()
         for number in range(workers):
             answers, answer = context.Pipe(duplex=False)
             # A forked worker inherits the server's ends; unless it closes them no worker would see the server go.
@@ -82,6 +85,7 @@ class Pool:
             process.start()
             answer.close()
             self._workers[answers] = (number, process)
+            self._answers.register(answers, EVENT_READ)
         theirs.close()
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload]:
@@ -119,7 +123,7 @@ class Pool:
             for task in tasks[laid : done + AHEAD]:
                 os.write(self._tasks.fileno(), RECORD.pack(*task))
             laid = min(len(tasks), done + AHEAD)
-            for pipe in wait(list(self._workers)):
+            for (pipe, *_), _ in self._answers.select():
                 place, good, value = self._received(pipe, tasks, what)
                 if not good:
                     raise _error(value, what(tasks[place]))
@@ -139,6 +143,7 @@ class Pool:
 
     def close(self) -> None:
         self._tasks.close()
+        self._answers.close()
         for pipe, (_, process) in self._workers.items():
             pipe.close()
             process.join(0.5)
@@ -180,14 +185,17 @@ class Shared:
         self.kept.write(slot, upload.memory)
         small = {name: vector.tolist() for name, vector in upload.vectors.items() if name not in self.slots}
         numbers = {name: getattr(upload, name) for name in ("client", "samples", "steps", "lr", "loss", "notes")}
-        return {**numbers, "vectors": small}
+        return {**numbers, "vectors": small, "norm": upload.norm}
 
     def completed(self, numbers: Numbers, slot: int) -> Upload:
         """The server's side: the numbers of the message with the vectors of the slot."""
         vectors = self.slots[slot]
         delta = vectors.pop("delta")
         vectors |= {name: delta.new_tensor(values) for name, values in numbers.pop("vectors").items()}
-        return Upload(**numbers, delta=delta, vectors=vectors, memory=self.kept[slot])
+        norm = numbers.pop("norm")
+        upload = Upload(**numbers, delta=delta, vectors=vectors, memory=self.kept[slot])
+        vars(upload)["norm"] = norm
+        return upload
 
 
 def _serve(

@@ -67,6 +67,11 @@ class Augment:
         if self.crop_fill not in get_args(Fill):
             raise RecipeError(f"augment.crop_fill must be one of {', '.join(get_args(Fill))}, not {self.crop_fill!r}.")
 
+    @property
+    def draws(self) -> bool:
+        """Whether a batch is changed at all."""
+        return bool(self.crop or self.flip or self.cutout)
+
     def __call__(
         self,
         inputs: Tensor,
@@ -76,7 +81,7 @@ class Augment:
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """The batch changed, then normalised as by `normalise`; all draws from `generator`, on the inputs' device."""
-        if not (self.crop or self.flip or self.cutout):
+        if not self.draws:
             return normalise(inputs, mean, std, dtype)
         self._check(inputs)
         _, channels, height, width = inputs.shape
@@ -133,6 +138,8 @@ class Augment:
 
 def _normalised(x: Tensor, channels: int, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype) -> Tensor:
     """`normalise`, with the channels running fastest in the last dimension."""
+    if not mean and not std and x.is_floating_point():
+        return x.to(dtype)
     unit = 255.0 if x.dtype == torch.uint8 else 1.0
     pixels = x.shape[-1] // channels
     scale, shift = _affine(tuple(mean), tuple(std), unit, channels, pixels, dtype, x.device)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fedflat.errors import SplitError
 from fedflat.federation import partition
@@ -19,6 +21,8 @@ from fedflat.federation.augment import Augment, normalise
 from fedflat.federation.datasets import Dataset, Samples, load
 from fedflat.federation.splits import Shards
 from fedflat.randomness import numpy_generator
+
+BLOCK = 512  # samples that are made ready at a time
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,40 @@ class Federation:
         """The same federation with its batches in another precision."""
         return replace(self, dtype=dtype)
 
+    def batches(
+        self, client: int, size: int, steps: int, order: torch.Generator | None, chance: torch.Generator | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The client's next batches; where nothing is drawn for them, many are fetched and normalised at a time."""
+        block = 1 if self.augment.draws and chance is not None else max(1, BLOCK // (size or BLOCK))
+        indices = batch_indices(self.shards[client], size, steps, order)
+        while together := list(islice(indices, block)):
+            inputs, labels = self.batch(torch.cat(together), chance)
+            sizes = [len(batch) for batch in together]
+            yield from zip(inputs.split(sizes), labels.split(sizes), strict=True)
+
+    def batches_together(
+        self, clients: Sequence[int], size: int, steps: Sequence[int], orders: Sequence[torch.Generator | None]
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The next batches of several clients, not augmented: inputs, labels and shares, each (clients, samples, …).
+
+        A sample's share is 1/n of its client's batch; what fills a shorter batch up, or stands for one that a client
+        does not have any more, has none.
+        """
+        streams = [batch_indices(self.shards[c], size, k, o) for c, k, o in zip(clients, steps, orders, strict=True)]
+        each = [batch for step in zip_longest(*streams, fillvalue=torch.zeros(0).long()) for batch in step]
+        lengths = torch.tensor([len(batch) for batch in each]).unsqueeze(1)
+        indices = pad_sequence(each, batch_first=True)
+        shares = (torch.arange(indices.shape[1]) < lengths).to(self.dtype) / lengths.clamp(min=1)
+        block = len(clients) * max(1, BLOCK // (len(clients) * indices.shape[1]))
+        for some, theirs in zip(indices.split(block), shares.split(block), strict=True):
+            inputs, labels = self.batch(some.flatten(), None)
+            shape = (-1, len(clients), some.shape[1])
+            yield from zip(inputs.unflatten(0, shape), labels.view(shape), theirs.view(shape), strict=True)
+
     def batch(self, indices: Tensor, chance: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Training samples as the network takes them, augmented if a generator is given."""
         data = self.dataset
-        inputs, labels = data.train.inputs[indices], data.train.labels[indices]
+        inputs, labels = data.train.inputs.index_select(0, indices), data.train.labels.index_select(0, indices)
         if chance is None:
             return normalise(inputs, data.mean, data.std, self.dtype), labels
         return self.augment(inputs, data.mean, data.std, chance, self.dtype), labels

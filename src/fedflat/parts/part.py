@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -61,6 +62,11 @@ class Upload:
     memory: Vectors = field(default_factory=dict)
     notes: dict[str, float] = field(default_factory=dict)
 
+    @cached_property
+    def norm(self) -> float:
+        """‖Δ‖; it is not finite if any entry of Δ is not."""
+        return float(torch.linalg.vector_norm(self.delta))
+
     def __getitem__(self, name: str) -> Tensor:
         return self.delta if name == "delta" else self.vectors[name]
 
@@ -75,6 +81,7 @@ class Uploads(Sequence[Upload]):
     def __init__(
         self, arriving: Iterable[Upload], by: Literal["uniform", "samples"], cohort: Sequence[int] = ()
     ) -> None:
+        self._delta = torch.zeros(0)
         self._uploads: list[Upload] = []
         self._shares: list[int] = []
         waiting, order = dict[int, Upload](), deque(sorted(cohort))

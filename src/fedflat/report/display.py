@@ -65,7 +65,7 @@ def comparison(results: Sequence[tuple[str, Sequence[Record], Record]], samples:
         table.add_row(
             method,
             *("–" if value is None else f"{value:.4f}" for value in shown),
-            "–" if history[-1]["consistency"] is None else f"{history[-1]['consistency']:.3g}",
+            "–" if (value := history[-1].get("consistency")) is None else f"{value:.3g}",
             f"{traffic:.1f}",
             f"{summary['seconds']:.1f}",
         )
