@@ -8,6 +8,7 @@
 import argparse
 import sys
 from functools import partial
+from itertools import pairwise
 
 import torch
 from timing import interleaved, ratio
@@ -25,7 +26,7 @@ COHORT, IMAGE, SMALL_IMAGE = 100, (1, 28, 28), (1, 8, 8)
 
 
 def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Module:
-    layers = [nn.Sequential(nn.Linear(a, b), activation()) for a, b in zip(widths, widths[1:], strict=False)]
+    layers = [nn.Sequential(nn.Linear(a, b), activation()) for a, b in pairwise(widths)]
     return nn.Sequential(nn.Flatten(), *[module for layer in layers for module in layer][:-1])
 
 

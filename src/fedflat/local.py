@@ -318,15 +318,30 @@ def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: Local
         g.add_(rule.pull)
     if rule.clip_mode == "official":
         _clip(g, rule.clip)
-    if decay:
+    if decay and (rule.clip_mode == "all" or rule.frozen is not None):
         g.add_(weights, alpha=decay)
+        decay = 0.0
     if rule.clip_mode == "all":
         _clip(g, rule.clip)
-    if velocity is not None:
-        g = velocity.mul_(rule.momentum).add_(g)
     if rule.frozen is not None:
         g.masked_fill_(rule.frozen, 0.0)
-    weights.add_(g, alpha=-rule.lr_at(k))
+    _descend(weights, g, velocity, rule.lr_at(k), rule.momentum, decay)
+
+
+def _descend(w: Tensor, g: Tensor, v: Tensor | None, lr: float, momentum: float, decay: float) -> None:
+    """v ← β v + g + decay w and w ← w − η v, in one pass over memory, by the kernel of torch.optim.SGD(fused=True)."""
+    torch._fused_sgd_(
+        [w],
+        [g],
+        [v] if v is not None and momentum else [],
+        weight_decay=decay,
+        momentum=momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )
 
 
 def _clip(g: Tensor, limit: float | None) -> None:
