@@ -189,7 +189,7 @@ def played(federation, method, cohorts=COHORTS, **local):
     """Round after round in float64: the cohort, the server's state, and every client's memory before and after."""
     network = Network(small_mlp(), torch.float64)
     settings = Local(**{**LOCAL, **local})
-    problem = Problem(federation.as_dtype(torch.float64), network, parse(method), settings)
+    problem = Problem(federation.to(torch.float64), network, parse(method), settings)
     state, clients = first_state(problem), range(federation.clients)
     blank = problem.method.first_memory(network.weights.clone())
     with closing(Inline(problem)) as engine:

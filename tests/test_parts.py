@@ -468,7 +468,7 @@ def test_the_curvature_of_a_layer_is_bounded_by_its_inputs_norm(digits, activati
     module = nn.Sequential(coarse, first, activation(), second, activation(), third)
     settings = dict(precision="float64", rounds=5, evaluation_every=0, engine="inline")
     module = train(digits, module, "man(0.05)", **settings).model
-    x, y = digits.as_dtype(torch.float64).held_out("train", 0, 120)
+    x, y = digits.to(torch.float64).held_out("train", 0, 120)
     blocks = []
     for layer in (1, 3, 5):
         a, rest = module[:layer](x).detach(), module[layer + 1 :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -86,6 +86,19 @@ def keep_freed_memory() -> None:
             libc.mallopt(mmap_threshold, 32 * 2**20)
 
 
+@contextmanager
+def _lent_generator(seed: int, device: torch.device) -> Iterator[None]:
+    """Dropout draws from the global generator: lend it one that belongs to this turn."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
+    else:
+        with torch.random.fork_rng(device_type=device.type):
+            torch.manual_seed(seed)
+            yield
+
+
 class Worker:
     """Gives one client after the other its turn, and scores models, in one resident network."""
 
@@ -94,7 +107,8 @@ class Worker:
         self.problem = problem
         needs_reference = any(part.references for part in problem.method.parts)
         self._reference = problem.network.frozen() if needs_reference else None
-        self._initial = problem.network.weights.clone(), problem.network.buffers.clone()
+        # What a client's memory begins with; the network itself moves on.
+        self._first = self._first_memory(problem.network) if problem.memory else {}
 
     def turn(self, brief: Brief, client: int, memory: Vectors | None) -> Upload:
         """One client's round; `memory` is None if the client never took part before."""
@@ -106,9 +120,7 @@ class Worker:
             if self._reference is not None:
                 self._reference.buffers.copy_(network.buffers)
         batches = self._batches(brief, client, rule)
-        # Dropout draws from the global generator: lend it one that belongs to this turn.
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(key(problem.seed, "dropout", brief.round, client))
+        with _lent_generator(key(problem.seed, "dropout", brief.round, client), network.weights.device):
             outcome = train(network, self._reference, sent["weights"], rule, batches, problem.loss)
         return self._settle(brief, client, memory, outcome)
 
@@ -128,7 +140,8 @@ class Worker:
         return [self._settle(brief, client, memory, outcome) for client, (memory, _), outcome in planned]
 
     def _plan(self, brief: Brief, client: int, memory: Vectors | None) -> tuple[Vectors, LocalRule]:
-        known = self._first_memory() if memory is None else memory
+        device = self.problem.network.weights.device
+        known = self._first if memory is None else {name: vector.to(device) for name, vector in memory.items()}
         return known, self.problem.method.plan(self._rule(brief, client), brief.sent, known)
 
     def _settle(self, brief: Brief, client: int, memory: Vectors, outcome: Outcome) -> Upload:
@@ -148,10 +161,9 @@ class Worker:
             notes=outcome.notes,
         )
 
-    def _first_memory(self) -> Vectors:
-        weights, buffers = self._initial
-        memory = self.problem.method.first_memory(weights)
-        return {**memory, "buffers": buffers} if "buffers" in self.problem.memory else memory
+    def _first_memory(self, network: Network) -> Vectors:
+        memory = {name: v.clone() for name, v in self.problem.method.first_memory(network.weights).items()}
+        return {**memory, "buffers": network.buffers.clone()} if "buffers" in self.problem.memory else memory
 
     def _rule(self, brief: Brief, client: int) -> LocalRule:
         local, samples = self.problem.local, self.problem.federation.samples(client)

@@ -22,6 +22,8 @@ from fedflat.vector import Layout, Network
 
 # Measured by benchmarks/grouping.py: up to how many parameters clients share steps, and how many of them.
 SMALL_CHAIN, SMALL, TOGETHER, FEWEST = 100_000, 30_000, 16, 4
+# Not measured: an accelerator is filled by several clients of a middling model.
+SMALL_ACCELERATED = 5_000_000
 RowBatch = tuple[Tensor, Tensor, Tensor]  # inputs, labels and shares of every row
 ALIKE = ("lr", "momentum", "weight_decay", "clip", "clip_mode", "scale", "decay")
 
@@ -29,12 +31,14 @@ ALIKE = ("lr", "momentum", "weight_decay", "clip", "clip_mode", "scale", "decay"
 def group_size(network: Network, cohort: int) -> int:
     """How many clients share a step: 16 where the model is small, or as many as leave four groups; else one.
 
-    Convolutions with weights of their own for every client are slow, and go one by one.
+    On a processor, convolutions with weights of their own for every client are slow and go one by one.
 
     >>> small, large = Network(nn.Sequential(nn.Linear(64, 10))), Network(nn.Sequential(nn.Linear(1000, 1000)))
     >>> group_size(small, 100), group_size(small, 10), group_size(large, 100)
     (16, 1, 1)
     """
+    if network.weights.device.type != "cpu":
+        return min(TOGETHER, cohort) if network.size <= SMALL_ACCELERATED else 1
     convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in network.module.modules())
     small = network.size <= (SMALL_CHAIN if network.chain else 0 if convolves else SMALL)
     size = min(TOGETHER, cohort // 4)

@@ -128,6 +128,7 @@ class Engine(Named):
 
     name: Literal["auto", "inline", "pool"] = Field("auto", description="this process, or worker processes")
     workers: int = Field(0, ge=0, le=1024, description="worker processes; 0 = one for each core")
+    device: Literal["cpu", "cuda", "mps"] = Field("cpu", description="where the clients train")
     group: int = Field(
         0, ge=0, le=1024, description="clients that share a step; 0 = by the model's size, 1 = one by one"
     )

@@ -144,7 +144,8 @@ def _split_seed(recipe: Recipe) -> int:
 def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, method: Method, loss: Loss) -> Problem:
     """Federation, model and method as one problem."""
     dtype = DTYPES[recipe.precision]
-    federation = federation.as_dtype(dtype)
+    device = _device(recipe)
+    federation = federation.to(dtype, device)
     if module is not None:
         # The caller's module stays as it is, so that the next run can begin with it again.
         module = copy.deepcopy(module)
@@ -152,7 +153,7 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
         shape, classes = federation.dataset.shape, federation.dataset.classes
         chance = generator(recipe.seed, "weights")
         module = models.build(recipe.model.name, shape, classes, chance, **recipe.model.options())
-    network = Network(module, dtype, autocast=recipe.precision == "bf16")
+    network = Network(module, dtype, device, autocast=recipe.precision == "bf16")
     network.choose_head(federation.held_out("train", 0, 1)[0])
     group = recipe.engine.group or group_size(network, cohort_size(recipe.server, federation.clients))
     return Problem(federation, network, method, recipe.local, recipe.seed, loss, True, recipe.model.buffers, group)
@@ -180,9 +181,21 @@ def _defaults(function: Callable[..., Any], given: Record) -> Record:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in {**known, **given}.items()}
 
 
+def _device(recipe: Recipe) -> str:
+    device = recipe.engine.device
+    if device != "cpu" and not (torch.cuda.is_available() if device == "cuda" else torch.backends.mps.is_available()):
+        raise RecipeError(f'engine.device = "{device}": this machine has none that torch can use; set it to "cpu"')
+    return device
+
+
 def _engine(recipe: Recipe) -> tuple[str, int]:
+    """Processes cannot share an accelerator's memory, so there all clients train in this one."""
     workers = recipe.engine.workers or cores()
     kind = recipe.engine.name
+    if recipe.engine.device != "cpu":
+        if kind == "pool":
+            raise RecipeError(f'engine.name = "pool" works on cpu only; with {recipe.engine.device} leave it out')
+        return "inline", 1
     return ("pool" if workers > 1 else "inline") if kind == "auto" else kind, workers
 
 
@@ -210,7 +223,8 @@ def load_run(directory: Path, federation: Federation | None = None) -> tuple[Pro
     if federation is None and recipe.split.name == "given":
         raise RunError(f"{directory}: its federation was made in Python; give it to load_run(directory, federation)")
     try:
-        problem = assemble(recipe, federation or gather(recipe), None, parse(recipe.method), F.cross_entropy)
+        near = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"device": "cpu"})})
+        problem = assemble(near, federation or gather(recipe), None, parse(recipe.method), F.cross_entropy)
     except FedflatError as error:
         raise type(error)(f"{directory}: {error}") from None
     module = problem.network.module

@@ -114,7 +114,7 @@ class Network:
         if not self.layout.shapes:
             raise RecipeError("model: it has no parameters, so there is nothing to train")
         fixed = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
-        self.fixed = self.layout.mask(fixed.__contains__) if fixed else None
+        self.fixed = self.layout.mask(fixed.__contains__).to(device) if fixed else None
         self.choose_head(None)
         self.weights = self.layout.flatten(dict(self.module.named_parameters()))
         self.gradient = torch.zeros_like(self.weights)

@@ -80,7 +80,10 @@ class Augment:
         generator: torch.Generator,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """The batch changed, then normalised as by `normalise`; all draws from `generator`, on the inputs' device."""
+        """The batch changed, then normalised as by `normalise`.
+
+        All draws come from `generator`, a processor's, so that they are the same on every device.
+        """
         if not self.draws:
             return normalise(inputs, mean, std, dtype)
         self._check(inputs)
@@ -113,13 +116,14 @@ class Augment:
         rows = torch.arange(height, dtype=torch.int32, device=device).expand(batch, -1)
         columns = torch.arange(width, dtype=torch.int32, device=device).expand(batch, -1)
         if self.flip:
-            flipped = torch.rand(batch, 1, generator=generator, device=device) < self.flip
+            flipped = (torch.rand(batch, 1, generator=generator) < self.flip).to(device)
             columns = torch.where(flipped, width - 1 - columns, columns)
         if self.crop:
             size = (2, batch, 1)
-            move = torch.randint(-self.crop, self.crop + 1, size, generator=generator, device=device, dtype=torch.int32)
+            move = torch.randint(-self.crop, self.crop + 1, size, generator=generator, dtype=torch.int32)
             if self.crop_probability < 1:
-                move *= torch.rand(batch, 1, generator=generator, device=device) < self.crop_probability
+                move *= torch.rand(batch, 1, generator=generator) < self.crop_probability
+            move = move.to(device)
             rows, columns = rows + move[0], columns + move[1]
         return rows, columns
 
@@ -128,7 +132,7 @@ class Augment:
         batch, channels, height, width = inputs.shape
 
         def covered(side: int) -> Tensor:
-            centre = torch.randint(side, (batch, 1), generator=generator, device=inputs.device)
+            centre = torch.randint(side, (batch, 1), generator=generator).to(inputs.device)
             distance = torch.arange(side, device=inputs.device) - centre + self.cutout // 2
             return ((distance >= 0) & (distance < self.cutout)).to(torch.uint8)
 

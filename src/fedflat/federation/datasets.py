@@ -7,7 +7,7 @@ They lie in one directory, a folder per data set with its official files, packed
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def to(self, device: str) -> "Samples":
+        """The same samples in the memory of another device."""
+        return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device))
 
 
 @dataclass(frozen=True)

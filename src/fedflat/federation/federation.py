@@ -51,9 +51,11 @@ class Federation:
     def _total(self) -> int:
         return sum(map(len, self.shards))
 
-    def as_dtype(self, dtype: torch.dtype) -> Federation:
-        """The same federation with its batches in another precision."""
-        return replace(self, dtype=dtype)
+    def to(self, dtype: torch.dtype, device: str = "cpu") -> Federation:
+        """The same federation with its batches in another precision and its samples on another device."""
+        data = self.dataset
+        moved = replace(data, train=data.train.to(device), test=data.test.to(device))
+        return replace(self, dataset=moved, dtype=dtype)
 
     def batches(
         self, client: int, size: int, steps: int, order: torch.Generator | None, chance: torch.Generator | None
@@ -79,6 +81,7 @@ class Federation:
         lengths = torch.tensor([len(batch) for batch in each]).unsqueeze(1)
         indices = pad_sequence(each, batch_first=True)
         shares = (torch.arange(indices.shape[1]) < lengths).to(self.dtype) / lengths.clamp(min=1)
+        shares = shares.to(self.dataset.train.inputs.device)
         block = len(clients) * max(1, BLOCK // (len(clients) * indices.shape[1]))
         for some, theirs in zip(indices.split(block), shares.split(block), strict=True):
             inputs, labels = self.batch(some.flatten(), None)
@@ -88,6 +91,7 @@ class Federation:
     def batch(self, indices: Tensor, chance: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Training samples as the network takes them, augmented if a generator is given."""
         data = self.dataset
+        indices = indices.to(data.train.inputs.device)
         inputs, labels = data.train.inputs.index_select(0, indices), data.train.labels.index_select(0, indices)
         if chance is None:
             return normalise(inputs, data.mean, data.std, self.dtype), labels

@@ -60,8 +60,8 @@ class AdaptiveAscent(Part):
     biases: bool = option(False, "scale biases and norms too")
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        fixed = None if self.biases else rule.layout.mask(lambda name: "weight" not in name)
-        return replace(rule, ascent=AdaptiveStep(self, fixed))
+        fixed = rule.layout.mask(lambda name: "weight" not in name).to(sent["weights"].device)
+        return replace(rule, ascent=AdaptiveStep(self, None if self.biases else fixed))
 
 
 @dataclass(frozen=True)

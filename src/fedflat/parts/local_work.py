@@ -35,7 +35,7 @@ class FrozenHead(Part):
     """
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        frozen = torch.zeros(len(sent["weights"]), dtype=torch.bool) if rule.frozen is None else rule.frozen.clone()
+        frozen = torch.zeros_like(sent["weights"], dtype=torch.bool) if rule.frozen is None else rule.frozen.clone()
         frozen[rule.head] = True
         return replace(rule, frozen=frozen)
 

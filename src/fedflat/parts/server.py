@@ -138,7 +138,7 @@ class NormalisedAveraging(Part):
         rule = outcome.rule
         proximal = _proximal_steps(rule)
         a, tau = (proximal, rule.steps) if rule.decay else (rule.effective_steps, rule.effective_steps)
-        return {}, {"normaliser": torch.tensor([a, tau], dtype=outcome.delta.dtype)}
+        return {}, {"normaliser": outcome.delta.new_tensor([a, tau])}
 
     def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
         pairs = [(w, upload["normaliser"].tolist()) for w, upload in zip(uploads.weights, uploads, strict=True)]

@@ -197,7 +197,7 @@ class TopEigenvalue(Part):
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         chance = torch.Generator().manual_seed(0)
-        start = torch.randn(sent["weights"].shape, generator=chance, dtype=sent["weights"].dtype)
+        start = torch.randn(sent["weights"].shape, generator=chance, dtype=sent["weights"].dtype).to(sent["weights"])
         return with_term(rule, EigenvalueTerm(self.weight, self.steps, start / start.norm()))
 
 
