@@ -143,7 +143,7 @@ class Augment:
 def _normalised(x: Tensor, channels: int, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype) -> Tensor:
     """`normalise`, with the channels running fastest in the last dimension."""
     if not mean and not std and x.is_floating_point():
-        return x.to(dtype)
+        return x.to(dtype, copy=True)
     unit = 255.0 if x.dtype == torch.uint8 else 1.0
     pixels = x.shape[-1] // channels
     scale, shift = _affine(tuple(mean), tuple(std), unit, channels, pixels, dtype, x.device)
