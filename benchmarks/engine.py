@@ -1,22 +1,26 @@
 """fedflat's engine against the frameworks that people use, on the same jobs, in turns: A, B, C, A, B, C, …
 
-    FEDFLAT_DATA=… python benchmarks/engine.py --jobs J2 J3 --rounds 5 --repeats 3 --out engine.md
-    python benchmarks/engine.py --jobs check check-cnn --python flower=ENV/bin/python …
+    FEDFLAT_DATA=… python benchmarks/engine.py --jobs J1=3 J2=3 J3=100 J3b=20 J4=3 --repeats 3 --out engine.md
+    python benchmarks/engine.py --jobs J3=50 --python flower=ENV/bin/python …
 
-A framework whose Python is not given gets an environment of its own in the cache folder. Writes a Markdown page and,
-beside it, a .json with every single run. Run it on a quiet machine.
+First every contender does one round of `check` and `check-cnn`, and the losses after it must agree. A framework whose
+Python is not given gets an environment of its own in the cache folder. On J2 ours also runs in bf16, with one worker, and
+with FedSAM and FedSMOO (together: J5). Writes a Markdown page and, beside it, a picture and a .json with every single
+run. Run it on a quiet machine.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
 import venv
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +31,15 @@ from platformdirs import user_cache_path
 Run = dict[str, Any]
 SCRIPTS = Path(__file__).parent / "contenders"
 CONTENDERS = ("naive", "flower", "pfl_research", "fedlab", "ours")
+VARIANTS = {
+    "ours, bf16": "precision=bf16",
+    "ours, one worker": "workers=1",
+    "ours, fedsam": "method=fedsam",
+    "ours, fedsmoo": "method=fedsmoo",
+}
+# Who runs what: J2 has all, the ResNet only ours.
+FIELDS = {"J2": (*CONTENDERS, *VARIANTS), "J4": ("ours", "ours, bf16")}
+CHECKS, AGREEMENT = ("check", "check-cnn"), 1e-4
 TORCH = f"torch=={torch.__version__.partition('+')[0]}"
 PACKAGES = {
     "flower": [TORCH, "flwr[simulation]==1.41.0"],
@@ -35,7 +48,7 @@ PACKAGES = {
 }
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Forward, and backward to the weights and (but for the first layer) to the inputs, of one sample.
-MFLOP = {"cnn": 101.0, "mlp": 0.88}
+MFLOP = {"cnn": 101.0, "mlp": 0.88, "resnet": 3333.0}
 
 
 # Environments and runs -----------------------------------------------------------------------------------------------
@@ -55,27 +68,41 @@ def environment(name: str) -> str:
     return str(python)
 
 
-def write_specs(folder: str, options: argparse.Namespace) -> list[Path]:
-    command = [sys.executable, SCRIPTS / "jobs.py", folder, "--jobs", *options.jobs, "--rounds", options.rounds]
-    command += ["--workers", options.workers, "--precision", options.precision, "--seed", options.seed]
+def write_spec(folder: str, name: str, rounds: int, options: argparse.Namespace) -> Path:
+    command = [sys.executable, SCRIPTS / "jobs.py", folder, "--jobs", name, "--rounds", rounds]
+    command += ["--workers", options.workers, "--seed", options.seed]
     done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(done.returncode)
-    return [Path(line) for line in done.stdout.splitlines()]
+    return Path(done.stdout.strip())
 
 
 def compete(name: str, python: str, spec: Path) -> Run | None:
     """One run of one contender: its line of JSON, or None with its last words shown."""
     # A framework must have all cores, and decide itself how many threads it takes.
     surroundings = {key: value for key, value in os.environ.items() if key not in THREADS}
-    done = subprocess.run(
-        [python, SCRIPTS / f"{name}.py", spec], capture_output=True, text=True, errors="replace", env=surroundings
-    )
+    script, options = (name, []) if name in CONTENDERS else ("ours", [VARIANTS[name]])
+    command = [python, SCRIPTS / f"{script}.py", spec, *options]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=surroundings)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"contender"')]
     if done.returncode or not lines:
         print(f"{name} failed:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
         return None
-    return {**json.loads(lines[-1]), "job": spec.stem}
+    return {**json.loads(lines[-1]), "job": spec.stem, "contender": name}
+
+
+def agree(folder: str, pythons: Mapping[str, str], options: argparse.Namespace) -> str:
+    """One round of the small jobs by every contender: how far the losses after it are apart, or the end."""
+    lines = []
+    for name in CHECKS:
+        spec = write_spec(folder, name, 2, options)
+        found = {c: compete(c, python, spec) for c, python in pythons.items() if c in CONTENDERS}
+        losses = {c: run["loss_after_first_round"] for c, run in found.items() if run}
+        apart = max(losses.values()) / min(losses.values()) - 1
+        lines.append(f"{name}: {len(losses)} contenders, losses after one round within {apart:.0e} of each other")
+        if len(losses) < len(found) or apart > AGREEMENT:
+            sys.exit(f"the contenders do not train the same thing: {losses}")
+    return "; ".join(lines)
 
 
 # The limit -----------------------------------------------------------------------------------------------------------
@@ -120,15 +147,24 @@ def ratios(ours: Sequence[Run], peer: Sequence[Run]) -> list[float]:
     return sorted(speed(run) / turns[run["turn"]] for run in ours if run["turn"] in turns)
 
 
+def overhead(run: Run, cohort: int) -> float:
+    """Milliseconds a client: the round's time beyond its local steps divided among the workers; the median round's."""
+    extra = [
+        1000 * (s / cohort - mean / run["workers"])
+        for s, mean in zip(run["seconds"], run["local_seconds"], strict=True)
+    ]
+    return median(extra[1:])
+
+
 def page(runs: Sequence[Run], peaks: Sequence[float], jobs: Mapping[str, Any], settings: str) -> str:
     peak = median(peaks)
-    head = f"{settings}. fp32 GEMM of all workers together: {peak:.0f} GFLOP/s ({min(peaks):.0f}–{max(peaks):.0f}).\n"
+    head = f"{settings} fp32 GEMM of all workers together: {peak:.0f} GFLOP/s ({min(peaks):.0f}–{max(peaks):.0f}).\n"
     tables = (_table(job, [run for run in runs if run["job"] == name], peak) for name, job in jobs.items())
     return "\n".join([head, *tables])
 
 
 def _table(job: Mapping[str, Any], runs: Sequence[Run], peak: float) -> str:
-    by_name = {name: [run for run in runs if run["contender"] == name] for name in CONTENDERS}
+    by_name = {name: [run for run in runs if run["contender"] == name] for name in (*CONTENDERS, *VARIANTS)}
     rows = [_row(name, mine, by_name["ours"], MFLOP[job["model"]], peak) for name, mine in by_name.items() if mine]
     titles = (
         "contender",
@@ -140,8 +176,13 @@ def _table(job: Mapping[str, Any], runs: Sequence[Run], peak: float) -> str:
         "loss after round 1",
     )
     return "\n".join(
-        [f"## {job['name']}, images: {job['images']}\n", _line(titles), _line(["---"] * len(titles)), *rows, ""]
-    )
+        [f"### {job['name']}, images: {job['images']}\n", _line(titles), _line(["---"] * len(titles)), *rows, ""]
+    ) + _spare(by_name["ours"], len(job["cohorts"][0]))
+
+
+def _spare(ours: Sequence[Run], cohort: int) -> str:
+    spent = sorted(overhead(run, cohort) for run in ours)
+    return f"\nOurs beyond the local steps: {median(spent):.2f} ms a client ({spent[0]:.2f}–{spent[-1]:.2f}).\n"
 
 
 def _row(name: str, mine: Sequence[Run], ours: Sequence[Run], mflop: float, peak: float) -> str:
@@ -154,7 +195,7 @@ def _row(name: str, mine: Sequence[Run], ours: Sequence[Run], mflop: float, peak
             f"{median(run['first_round'] for run in mine):.1f}",
             f"{median(run['pss_mb'] for run in mine):,.0f}",
             f"{rate * mflop / (1000 * peak):.0%}",
-            f"{median(run['loss_after_first_round'] for run in mine):.5f}",
+            f"{median(losses):.5f}" if (losses := [x for r in mine if (x := r["loss_after_first_round"])]) else "",
         ]
     )
 
@@ -168,23 +209,45 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def draw(runs: Sequence[Run], jobs: Mapping[str, Any], path: Path) -> None:
+    """Samples/s of every contender, job by job, each as a share of ours."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.6 * len(jobs) + 1, 3.2), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(jobs), squeeze=False)[0], jobs, strict=True):
+        speeds = {
+            c: [speed(r) for r in runs if (r["job"], r["contender"]) == (name, c)] for c in (*CONTENDERS, *VARIANTS)
+        }
+        shown = {contender: values for contender, values in speeds.items() if values}
+        colours = ["#0072b2" if contender.startswith("ours") else "#999999" for contender in shown]
+        middles = [median(values) for values in shown.values()]
+        axes.barh(list(shown), middles, color=colours)
+        for row, values in enumerate(shown.values()):
+            axes.plot([min(values), max(values)], [row, row], color="black", linewidth=1)
+        axes.invert_yaxis()
+        axes.set_title(name)
+        axes.set_xlabel("samples/s")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
 # The command ---------------------------------------------------------------------------------------------------------
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", nargs="+", default=["J2", "J3"], help="J1 J2 J3 J3b check check-cnn")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
-    parser.add_argument("--rounds", type=int, default=5, help="the first one is not part of the speed")
+    jobs = ["J1=3", "J2=3", "J3=100", "J3b=20", "J4=3"]
+    parser.add_argument("--jobs", nargs="+", default=jobs, metavar="NAME=ROUNDS", help="the first round does not count")
+    parser.add_argument("--contenders", nargs="+", choices=(*CONTENDERS, *VARIANTS), default=(*CONTENDERS, *VARIANTS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="processes of ours, actors of Flower")
-    parser.add_argument("--precision", default="float32", help="of ours")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--python", nargs="+", default=[], metavar="NAME=PATH", help="a contender's interpreter")
     parser.add_argument("--out", type=Path, default=Path("engine.md"))
     options = parser.parse_args()
-    if options.rounds < 2:
-        parser.error("--rounds: at least 2, because the first one only warms up")
+    options.jobs = {name: int(rounds or 3) for name, _, rounds in (job.partition("=") for job in options.jobs)}
+    if min(options.jobs.values()) < 2:
+        parser.error("--jobs: at least 2 rounds, because the first one only warms up")
     given = dict(entry.partition("=")[::2] for entry in options.python)
     if unknown := given.keys() - set(CONTENDERS):
         parser.error(f"--python: there is no contender {', '.join(unknown)}; there are {', '.join(CONTENDERS)}")
@@ -198,23 +261,28 @@ def main() -> int:
     peaks: list[float] = []
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        specs = write_specs(folder, options)
         pythons = {name: options.python.get(name) or environment(name) for name in options.contenders}
+        same = agree(folder, pythons, options)
+        specs = [write_spec(folder, name, rounds, options) for name, rounds in options.jobs.items()]
         jobs = {spec.stem: json.loads(spec.read_text("utf-8")) for spec in specs}
         for spec in specs:
             for turn in range(options.repeats):
                 peaks.append(gemm_peak(options.workers))
                 for name, python in pythons.items():
+                    if name not in FIELDS.get(spec.stem, CONTENDERS):
+                        continue
                     run = compete(name, python, spec)
                     failed |= run is None
                     if run:
                         runs.append({**run, "turn": turn})
                         print(f"{spec.stem} {turn} {name}: {speed(run):,.0f} samples/s", flush=True)
     settings = (
-        f"{options.repeats} turns of {options.rounds} rounds, {options.workers} workers, ours in {options.precision}"
+        f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {TORCH}; "
+        f"{options.repeats} turns, {options.workers} workers, medians (and ranges). {same}."
     )
     text = page(runs, peaks, jobs, settings)
     options.out.write_text(text, "utf-8")
+    draw(runs, jobs, options.out.with_suffix(".png"))
     options.out.with_suffix(".json").write_text(json.dumps({"gemm_gflops": peaks, "runs": runs}, indent=1), "utf-8")
     print(text)
     return 1 if failed else 0

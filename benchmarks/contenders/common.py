@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 class Job:
     """FedAvg on explicit cohorts, one for each round; `data` and `initial` are .npz files.
 
-    Bytes are normalised to (x/255 − mean)/std, other inputs stay as they are. `workers` and `precision` are for ours.
+    Bytes are normalised to (x/255 − mean)/std, other inputs stay as they are. `workers` are processes of ours or actors
+    of Flower; `precision` and `method` are for ours.
     """
 
     name: str
@@ -39,7 +40,8 @@ class Job:
     mean: list[float]
     std: list[float]
     workers: int
-    precision: str
+    precision: str = "float32"
+    method: str = "fedavg"
 
     @classmethod
     def read(cls, path: str) -> "Job":
@@ -100,7 +102,7 @@ def _mlp() -> list[nn.Module]:
     return [nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)]
 
 
-LAYERS = {"cnn": _cnn, "mlp": _mlp}
+LAYERS = {"cnn": _cnn, "mlp": _mlp}  # the ResNet is ours alone
 
 
 def fit(model: nn.Module, samples: TensorDataset, job: Job) -> None:
@@ -135,7 +137,7 @@ class Stopwatch:
             self._memory, self._last = pss_mb(), _flat(weights)
         self.resume()
 
-    def report(self, contender: str, *packages: str) -> None:
+    def report(self, contender: str, *packages: str, **more: object) -> None:
         """The one line of JSON that the driver reads."""
         inputs, labels, shards = self._job.arrays()
         names = ("torch", "numpy", *packages)
@@ -145,12 +147,17 @@ class Stopwatch:
             "seconds": self._seconds,
             "first_round": self._first_round,
             "samples": [self._job.epochs * sum(len(shards[c]) for c in cohort) for cohort in self._job.cohorts],
-            "loss_after_first_round": _loss(self._job.network(self._after_first), inputs, labels),
+            "loss_after_first_round": self._loss(inputs, labels),
             "pss_mb": self._memory,
             "weights_norm": float(self._last.norm()),
+            **more,
         }
         sys.stdout.flush()
         print(json.dumps(line), flush=True)
+
+    def _loss(self, inputs: Tensor, labels: Tensor) -> float | None:
+        known = self._job.model in LAYERS
+        return _loss(self._job.network(self._after_first), inputs, labels) if known else None
 
 
 def _flat(weights: Iterable[Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from fedflat.server import draw_cohort
 from fedflat.vector import Network
 
 SHAPES = {"cifar10": (50_000, 3, 32, 32), "mnist": (60_000, 1, 28, 28)}
-NETWORKS = {"cnn": "fedavg-cnn", "mlp": "mlp"}
+NETWORKS = {"cnn": "fedavg-cnn", "mlp": "mlp", "resnet": "resnet18-gn"}
 IID: dict[str, Any] = {"split": "iid"}
 LDA: dict[str, Any] = {"split": "lda", "alpha": 0.1}
 UNEVEN: dict[str, Any] = {"split": "sizes", "exponent": 0.5}
@@ -55,6 +55,7 @@ JOBS = {
     "J2": Plan("cnn", "cifar10", clients=100, cohort=10, epochs=5, batch=50),
     "J3": Plan("mlp", "mnist", clients=1000, cohort=10, epochs=1, batch=10, sgd=LIGHT),
     "J3b": Plan("mlp", "mnist", clients=1000, cohort=100, epochs=1, batch=10, sgd=LIGHT),
+    "J4": Plan("resnet", "cifar10", clients=100, cohort=2, epochs=1, batch=50),
     # Seconds long, to see that all contenders train the same thing: a batch takes all of a client, so that the order of
     # its samples cannot matter, and clients differ in size, so that the weights of the average do.
     "check": Plan("mlp", "mnist", clients=20, cohort=10, epochs=5, batch=2000, samples=2000, split=UNEVEN, sgd=STRONG),
@@ -64,7 +65,7 @@ JOBS = {
 }
 
 
-def write(folder: Path, name: str, rounds: int, seed: int = 0, workers: int = 2, precision: str = "float32") -> Path:
+def write(folder: Path, name: str, rounds: int, seed: int = 0, workers: int = 2) -> Path:
     """The SPEC of a job in a folder, with the files that it names."""
     plan = JOBS[name]
     federation = _federation(plan, seed)
@@ -84,7 +85,6 @@ def write(folder: Path, name: str, rounds: int, seed: int = 0, workers: int = 2,
         mean=list(data.mean),
         std=list(data.std),
         workers=workers,
-        precision=precision,
         **plan.sgd,
     )
     np.savez(
@@ -132,12 +132,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--precision", default="float32")
     options = parser.parse_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     for name in options.jobs:
-        print(write(folder, name, options.rounds, options.seed, options.workers, options.precision), flush=True)
+        print(write(folder, name, options.rounds, options.seed, options.workers), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,24 @@
 """fedflat: worker processes of one thread each.
 
-python contenders/ours.py SPEC.json
+python contenders/ours.py SPEC.json [precision=bf16] [workers=1] [method=fedsam]
 """
 
 import sys
+import time
 from contextlib import closing
+from dataclasses import replace
 
 import torch.nn.functional as F
 from common import Job, Stopwatch
 
-from fedflat import Dataset, Federation, Samples
+from fedflat import Dataset, Federation, Samples, client
+from fedflat.local import Outcome, train
 from fedflat.methods import parse
 from fedflat.recipe import Recipe, validated
 from fedflat.run import assemble, start_engine
 from fedflat.server import conduct, first_state
 
-MODELS = {"cnn": "fedavg-cnn", "mlp": "mlp"}
+MODELS = {"cnn": "fedavg-cnn", "mlp": "mlp", "resnet": "resnet18-gn"}
 
 
 def recipe_of(job: Job, clients: int) -> Recipe:
@@ -27,6 +30,7 @@ def recipe_of(job: Job, clients: int) -> Recipe:
             "data": job.images,
             "split": {"name": "given", "clients": clients},
             "model": MODELS[job.model],
+            "method": job.method,
             "local": local | {"momentum": job.momentum, "weight_decay": job.weight_decay},
             "server": {"rounds": len(job.cohorts), "cohort": max(map(len, job.cohorts)), "average": "samples"},
             "evaluation": {"measures": []},
@@ -35,20 +39,30 @@ def recipe_of(job: Job, clients: int) -> Recipe:
     )
 
 
+def timed(*arguments: object) -> Outcome:
+    """A client's local steps, with their time among the notes."""
+    begun = time.perf_counter()
+    outcome = train(*arguments)  # type: ignore[arg-type]
+    return replace(outcome, notes={"local_seconds": time.perf_counter() - begun})
+
+
 def main() -> None:
-    job = Job.read(sys.argv[1])
+    options = dict(argument.split("=") for argument in sys.argv[2:])
+    job = replace(Job.read(sys.argv[1]), **{k: int(v) if v.isdigit() else v for k, v in options.items()})
     inputs, labels, shards = job.arrays()
-    train, test = Samples(inputs, labels), Samples(inputs[:1], labels[:1])
-    data = Dataset(job.images, train, test, 10, tuple(job.mean), tuple(job.std))
+    samples, test = Samples(inputs, labels), Samples(inputs[:1], labels[:1])
+    data = Dataset(job.images, samples, test, 10, tuple(job.mean), tuple(job.std))
     recipe = recipe_of(job, len(shards))
-    problem = assemble(recipe, Federation(data, tuple(shards)), None, parse("fedavg"), F.cross_entropy)
+    client.train = timed
+    problem = assemble(recipe, Federation(data, tuple(shards)), None, parse(job.method), F.cross_entropy)
     problem.network.weights.copy_(job.first_weights())
-    watch, state = Stopwatch(job), first_state(problem)
+    watch, state, local = Stopwatch(job), first_state(problem), list[float]()
     with closing(start_engine(problem, recipe, state)) as engine:
         for cohort in job.cohorts:
-            state, _ = conduct(problem, recipe.server, state, engine, cohort)
+            state, report = conduct(problem, recipe.server, state, engine, cohort)
             watch.lap([state.weights])
-    watch.report("ours", "fedflat")
+            local.append(report.notes.get("local_seconds", 0.0))
+    watch.report("ours", "fedflat", local_seconds=local, workers=job.workers)
 
 
 if __name__ == "__main__":
