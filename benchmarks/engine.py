@@ -4,9 +4,9 @@
     python benchmarks/engine.py --jobs J3=50 --python flower=ENV/bin/python …
 
 First every contender does one round of `check` and `check-cnn`, and the losses after it must agree. A framework whose
-Python is not given gets an environment of its own in the cache folder. On J2 ours also runs in bf16, with one worker, and
-with FedSAM and FedSMOO (together: J5). Writes a Markdown page and, beside it, a picture and a .json with every single
-run. Run it on a quiet machine.
+Python is not given gets an environment of its own in the cache folder. On J2 ours also runs in bf16, with one worker,
+and with FedSAM and FedSMOO (these are J5). Writes a Markdown page and, beside it, a picture and a .json with every
+single run. Run it on a quiet machine.
 """
 
 import argparse
@@ -149,11 +149,8 @@ def ratios(ours: Sequence[Run], peer: Sequence[Run]) -> list[float]:
 
 def overhead(run: Run, cohort: int) -> float:
     """Milliseconds a client: the round's time beyond its local steps divided among the workers; the median round's."""
-    extra = [
-        1000 * (s / cohort - mean / run["workers"])
-        for s, mean in zip(run["seconds"], run["local_seconds"], strict=True)
-    ]
-    return median(extra[1:])
+    rounds = list(zip(run["seconds"], run["local_seconds"], strict=True))[1:]
+    return median(1000 * (seconds / cohort - local / run["workers"]) for seconds, local in rounds)
 
 
 def page(runs: Sequence[Run], peaks: Sequence[float], jobs: Mapping[str, Any], settings: str) -> str:
@@ -215,9 +212,8 @@ def draw(runs: Sequence[Run], jobs: Mapping[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(2.6 * len(jobs) + 1, 3.2), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(jobs), squeeze=False)[0], jobs, strict=True):
-        speeds = {
-            c: [speed(r) for r in runs if (r["job"], r["contender"]) == (name, c)] for c in (*CONTENDERS, *VARIANTS)
-        }
+        here = [run for run in runs if run["job"] == name]
+        speeds = {c: [speed(run) for run in here if run["contender"] == c] for c in (*CONTENDERS, *VARIANTS)}
         shown = {contender: values for contender, values in speeds.items() if values}
         colours = ["#0072b2" if contender.startswith("ours") else "#999999" for contender in shown]
         middles = [median(values) for values in shown.values()]
