@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,7 @@ class Problem:
     shuffle: bool = True
     buffers: BufferPolicy = "average"
     group: int = 1
+    measures: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.buffers == "refuse" and self.network.buffer_layout.shapes:
@@ -99,12 +100,18 @@ def _lent_generator(seed: int, device: torch.device) -> Iterator[None]:
             yield
 
 
-class Worker:
-    """Gives one client after the other its turn, and scores models, in one resident network."""
+class Question(Protocol):
+    """What a client can tell from its samples, with the global model in the problem's network: a vector about one."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __call__(self, problem: Problem, client: int, vector: Tensor) -> Tensor: ...
+
+
+class Worker:
+    """Gives one client after the other its turn, scores models and answers a question, in one resident network."""
+
+    def __init__(self, problem: Problem, question: Question | None = None) -> None:
         keep_freed_memory()
-        self.problem = problem
+        self.problem, self._question = problem, question
         needs_reference = any(part.references for part in problem.method.parts)
         self._reference = problem.network.frozen() if needs_reference else None
         # What a client's memory begins with; the network itself moves on.
@@ -177,6 +184,7 @@ class Worker:
             share=self.problem.federation.share(client),
             layout=self.problem.network.layout,
             head=self.problem.network.head,
+            measures=self.problem.measures,
             frozen=self.problem.network.fixed,
         )
 
@@ -192,8 +200,18 @@ class Worker:
 
     def score(self, weights: Tensor, buffers: Tensor, part: str, start: int, stop: int) -> Score:
         """A model's score on one chunk of the test or training samples."""
-        problem, network = self.problem, self.problem.network
-        network.weights.copy_(weights)
-        network.buffers.copy_(buffers)
+        problem = self.problem
+        self._load(weights, buffers)
         inputs, labels = problem.federation.held_out(part, start, stop)
-        return score(network.module, inputs, labels, problem.loss, problem.federation.dataset.classes)
+        return score(problem.network.module, inputs, labels, problem.loss, problem.federation.dataset.classes)
+
+    def answer(self, weights: Tensor, buffers: Tensor, client: int, vector: Tensor) -> Tensor:
+        """What a client answers to the question about a vector, at these weights."""
+        if self._question is None:
+            raise RuntimeError("this engine was started without a question to its clients")
+        self._load(weights, buffers)
+        return self._question(self.problem, client, vector)
+
+    def _load(self, weights: Tensor, buffers: Tensor) -> None:
+        self.problem.network.weights.copy_(weights)
+        self.problem.network.buffers.copy_(buffers)

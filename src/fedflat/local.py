@@ -8,7 +8,7 @@ obeyed. All vectors are flat, of size d.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -68,6 +68,7 @@ class LocalRule:
     share: float = 1.0
     layout: Layout = field(default_factory=lambda: Layout({}))
     head: slice = field(default_factory=lambda: slice(0))
+    measures: Sequence[str] = ()
 
     scale: float = 1.0
     pull: Tensor | None = None

@@ -108,7 +108,7 @@ class Server(Section):
     lr: float = Field(1.0, gt=0, description="factor η_g on the server's move")
 
 
-Measure = Literal["consistency", "divergence", "discord"]
+Measure = Literal["consistency", "divergence", "discord", "cosine", "local", "classes"]
 
 
 class Evaluation(Section):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedflat import models
-from fedflat.client import Problem
+from fedflat.client import Problem, Question
 from fedflat.engine.engine import Engine
 from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool, cores
@@ -156,7 +156,17 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
     network = Network(module, dtype, device, autocast=recipe.precision == "bf16")
     network.choose_head(federation.held_out("train", 0, 1)[0])
     group = recipe.engine.group or group_size(network, cohort_size(recipe.server, federation.clients))
-    return Problem(federation, network, method, recipe.local, recipe.seed, loss, True, recipe.model.buffers, group)
+    return Problem(
+        federation,
+        network,
+        method,
+        recipe.local,
+        recipe.seed,
+        loss,
+        buffers=recipe.model.buffers,
+        group=group,
+        measures=recipe.evaluation.measures,
+    )
 
 
 def _in_full(recipe: Recipe, problem: Problem) -> Recipe:
@@ -199,14 +209,14 @@ def _engine(recipe: Recipe) -> tuple[str, int]:
     return ("pool" if workers > 1 else "inline") if kind == "auto" else kind, workers
 
 
-def start_engine(problem: Problem, recipe: Recipe, state: ServerState) -> Engine:
-    """The engine that the recipe asks for."""
+def start_engine(problem: Problem, recipe: Recipe, state: ServerState, question: Question | None = None) -> Engine:
+    """The engine that the recipe asks for; with a question, its clients can be asked that too."""
     kind, workers = _engine(recipe)
     if kind == "inline":
-        return Inline(problem)
+        return Inline(problem, question)
     clients = problem.federation.clients
     slots = clients if recipe.server.sampling == "bernoulli" else cohort_size(recipe.server, clients)
-    return Pool(problem, state, slots, min(workers, slots))
+    return Pool(problem, state, slots, min(workers, slots), question)
 
 
 def last_lr(recipe: Recipe) -> float:
@@ -271,13 +281,15 @@ def rounds(
     while state.round < recipe.server.rounds:
         begun = time.perf_counter()
         cohort = draw_cohort(recipe.server, problem.federation.clients, recipe.seed, state.round)
-        state, report = conduct(problem, recipe.server, state, engine, cohort, recipe.evaluation.measures)
+        state, report = conduct(problem, recipe.server, state, engine, cohort, recipe.evaluation)
         record = _record(state, report)
         every, last = recipe.evaluation.every, state.round == recipe.server.rounds
         if last or (every and state.round % every == 0):
             shown = replace(state, weights=problem.method.shown(state))
             score = engine.score(shown, recipe.evaluation.on, recipe.evaluation.batch)
             record |= {"accuracy": _number(score.accuracy), "loss": _number(score.loss)}
+            if "classes" in recipe.evaluation.measures:
+                record["class_accuracy"] = [_number(accuracy) for accuracy in score.per_class]
         record["seconds"] = round(time.perf_counter() - begun, 4)
         yield state, record
 

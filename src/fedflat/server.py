@@ -15,7 +15,7 @@ from fedflat.errors import RecipeError, TrainingError
 from fedflat.metrics import MEASURES, bytes_of
 from fedflat.parts import ServerState, Upload, Uploads
 from fedflat.randomness import numpy_generator
-from fedflat.recipe import Server
+from fedflat.recipe import Evaluation, Server
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def conduct(
     state: ServerState,
     engine: Engine,
     cohort: Sequence[int],
-    measures: Sequence[str] = (),
+    watch: Evaluation | None = None,
 ) -> tuple[ServerState, RoundReport]:
     """One round: brief the cohort, let the engine train it, merge the uploads into the next state.
 
@@ -87,7 +87,7 @@ def conduct(
     report = RoundReport(
         cohort=[upload.client for upload in uploads],
         local_loss=sum(w * u.loss for w, u in zip(uploads.weights, uploads, strict=True)),
-        measures=_measured(uploads, merged, sent["weights"], measures),
+        measures=_measured(engine, state, merged, uploads, sent["weights"], watch) if watch else {},
         bytes_down=len(uploads) * bytes_of(*sent.values()),
         bytes_up=sum(bytes_of(u.delta, *u.vectors.values()) for u in uploads),
         notes=_mean_notes(uploads),
@@ -112,9 +112,29 @@ def _sound(upload: Upload, round: int) -> Upload:
     return upload
 
 
-def _measured(uploads: Uploads, merged: ServerState, sent: Tensor, names: Sequence[str]) -> dict[str, float]:
-    moved = merged.weights - sent if names else sent
-    return {name: MEASURES[name](uploads, moved) for name in names}
+def _measured(
+    engine: Engine, before: ServerState, after: ServerState, uploads: Uploads, sent: Tensor, watch: Evaluation
+) -> dict[str, float]:
+    """What the recipe wants to know of the round's local models."""
+    wanted: list[str] = [name for name in watch.measures if name in MEASURES]
+    moved = after.weights - sent if wanted else sent
+    found = {name: MEASURES[name](uploads, moved) for name in wanted}
+    return found | _local_accuracy(engine, before, uploads, sent, watch) if "local" in watch.measures else found
+
+
+def _local_accuracy(
+    engine: Engine, before: ServerState, uploads: Uploads, sent: Tensor, watch: Evaluation
+) -> dict[str, float]:
+    """What the clients' models know of everybody's samples, before and after local training (FedSoL, Fig. 3)."""
+    start = engine.score(replace(before, weights=sent), watch.on, watch.batch).accuracy
+    ends = []
+    for upload in uploads:
+        buffers = upload.vectors.get("buffers", before.buffers)
+        local = replace(before, weights=sent + upload.delta, buffers=buffers)
+        ends.append(engine.score(local, watch.on, watch.batch).accuracy)
+    mean = sum(ends) / len(ends)
+    spread = math.sqrt(sum((end - mean) ** 2 for end in ends) / len(ends))
+    return {"local_accuracy_before": start, "local_accuracy": mean, "local_accuracy_std": spread}
 
 
 def _mean_notes(uploads: Uploads) -> dict[str, float]:

@@ -19,7 +19,7 @@ from fedflat.errors import DataError, FedflatError, RecipeError
 from fedflat.federation.datasets import Dataset, Samples
 from fedflat.federation.federation import Federation
 from fedflat.methods import parse
-from fedflat.recipe import Server, validated
+from fedflat.recipe import Evaluation, Server, validated
 from fedflat.server import conduct, first_state
 from fedflat.vector import Network
 
@@ -110,6 +110,9 @@ def _federation(arrays: Arrays) -> Federation:
     return Federation(dataset, tuple(owners), dtype=torch.float64)
 
 
+CONSISTENCY = Evaluation(measures=["consistency"])
+
+
 def _replay(problem: Problem, server: Server, arrays: Arrays) -> float:
     deviations, state = [0.0], first_state(problem)
     with closing(Inline(problem)) as engine:
@@ -118,7 +121,7 @@ def _replay(problem: Problem, server: Server, arrays: Arrays) -> float:
                 state = replace(state, round=state.round + 1)
                 continue
             cohort = np.flatnonzero(active).tolist()
-            state, report = conduct(problem, server, state, engine, cohort, ["consistency"])
+            state, report = conduct(problem, server, state, engine, cohort, CONSISTENCY)
             deviations.append(_largest(state.weights, torch.from_numpy(arrays["weights"][round])))
             if "consistency" in arrays:
                 recorded = torch.tensor(float(arrays["consistency"][round]))

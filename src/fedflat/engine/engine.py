@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from fedflat.client import Brief, Problem
 from fedflat.metrics import Score
@@ -26,6 +27,13 @@ class Engine(Protocol):
 
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
         """The global model's score on the test or training samples."""
+        ...
+
+    def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Each client's answer to the engine's question about a vector, in the order of the clients.
+
+        An answer holds until the next one is taken.
+        """
         ...
 
     def close(self) -> None: ...

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import add
 
-from fedflat.client import Brief, Problem, Worker
+from torch import Tensor
+
+from fedflat.client import Brief, Problem, Question, Worker
 from fedflat.engine.engine import chunks, groups, one_thread
 from fedflat.metrics import Score
 from fedflat.parts import ServerState, Upload, Uploads
@@ -16,9 +18,9 @@ from fedflat.store import Memory, Scratch
 class Inline:
     """The engine without processes."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, question: Question | None = None) -> None:
         self._problem = problem
-        self._worker = Worker(problem)
+        self._worker = Worker(problem, question)
         self._scratch = Scratch(problem.room())
         self._memory = Memory(
             self._scratch.path, problem.federation.clients, problem.memory, problem.network.weights.dtype
@@ -40,6 +42,10 @@ class Inline:
         with one_thread():
             scores = [self._worker.score(state.weights, state.buffers, part, *span) for span in chunks(samples, chunk)]
         return reduce(add, scores)
+
+    def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        for client in clients:
+            yield client, self._worker.answer(state.weights, state.buffers, client, vector)
 
     def close(self) -> None:
         self._scratch.close()

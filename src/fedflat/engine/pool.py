@@ -8,7 +8,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate, pairwise
 from multiprocessing.connection import Connection
 from operator import add
@@ -17,9 +17,10 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.multiprocessing import get_context
 
-from fedflat.client import Brief, Problem, Worker, keep_freed_memory
+from fedflat.client import Brief, Problem, Question, Worker, keep_freed_memory
 from fedflat.engine.engine import chunks, groups
 from fedflat.errors import FedflatError, TrainingError
 from fedflat.metrics import Score
@@ -34,7 +35,7 @@ AHEAD = 1000  # tasks in the pipe at a time: what it holds without blocking the 
 
 
 class Task(NamedTuple):
-    """Turns ("tu") of clients, or the score on the test ("te") or training ("tr") samples, from start to stop.
+    """From start to stop: turns ("tu") or answers ("as") of clients, scores on test ("te") or training ("tr") samples.
 
     `place` is the task's own in the round; the clients are named by theirs in the round's order, in shared memory.
     """
@@ -67,9 +68,17 @@ class Pool:
     its last, without asking anybody, and a worker that is killed holds no lock. Each has a pipe of its own to answer.
     """
 
-    def __init__(self, problem: Problem, state: ServerState, slots: int, workers: int, start: str = START) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        state: ServerState,
+        slots: int,
+        workers: int,
+        question: Question | None = None,
+        start: str = START,
+    ) -> None:
         keep_freed_memory()
-        self._problem = problem
+        self._problem, self._slots = problem, slots
         self._scratch = Scratch(problem.room(slots))
         self._shared = Shared(self._scratch, problem, state, slots, workers)
         context: Any = get_context(start)
@@ -80,7 +89,7 @@ class Pool:
             answers, answer = context.Pipe(duplex=False)
             # A forked worker inherits the server's ends; unless it closes them no worker would see the server go.
             inherited = [*self._workers, answers, self._tasks] if start == "fork" else []
-            arguments = (number, problem, self._shared, theirs, answer, inherited)
+            arguments = (number, problem, question, self._shared, theirs, answer, inherited)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             answer.close()
@@ -115,6 +124,20 @@ class Pool:
             self._each(tasks, lambda task: f"evaluation of {part} samples {task.start} to {task.stop}")
         )
         return reduce(add, (scores[task] for task in tasks))
+
+    def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        self._shared.model.write(0, {"weights": state.weights, "buffers": state.buffers})
+        self._shared.vector[0].copy_(vector)
+        for start in range(0, len(clients), self._slots):
+            some = clients[start : start + self._slots]
+            self._shared.lay(range(len(some)), some)
+            tasks = [Task(b"as", i, 0, 0.0, i, i + 1) for i in range(len(some))]
+            told, due = set[int](), 0
+            for task, _ in self._each(tasks, partial(_asked, some)):
+                told.add(task.place)
+                while due in told:
+                    yield some[due], self._shared.slots[due]["delta"]
+                    due += 1
 
     def _each(self, tasks: Sequence[Task], what: Callable[[Task], str]) -> Iterator[tuple[Task, Any]]:
         """Lay the tasks out in order, and give back what the workers make of them."""
@@ -163,6 +186,7 @@ class Shared:
         uploads = dict.fromkeys(("delta", *problem.method.uploads), size)
         self.board = Tables(scratch.path, "sent", 1, {**sent, "buffers": shared}, dtype)
         self.model = Tables(scratch.path, "model", 1, {"weights": size, "buffers": statistics}, dtype)
+        self.vector = Table(scratch.path / "vector", 1, size, dtype)
         self.slots = Tables(scratch.path, "upload", slots, {**uploads, "buffers": shared}, dtype)
         self.kept = Tables(scratch.path, "kept", slots, problem.memory, dtype)
         self.memory = Memory(scratch.path, problem.federation.clients, problem.memory, dtype)
@@ -178,6 +202,11 @@ class Shared:
         """Slots and clients of a task."""
         order = self.order[0]
         return order["slots"][start:stop].tolist(), order["clients"][start:stop].tolist()
+
+    def shown(self, worker: Worker) -> tuple[Tensor, Tensor]:
+        """Weights and buffers of the model to look at."""
+        model = self.model[0]
+        return model["weights"], model.get("buffers", worker.problem.network.buffers)
 
     def stripped(self, upload: Upload, slot: int) -> Numbers:
         """The worker's side: the vectors into the slot, the numbers into the message."""
@@ -201,6 +230,7 @@ class Shared:
 def _serve(
     number: int,
     problem: Problem,
+    question: Question | None,
     shared: Shared,
     tasks: Connection,
     answer: Connection,
@@ -211,7 +241,7 @@ def _serve(
         end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    worker, busy = Worker(problem), shared.busy[0]
+    worker, busy = Worker(problem, question), shared.busy[0]
     with suppress(ConnectionError):
         while record := os.read(tasks.fileno(), RECORD.size):
             task = Task(*RECORD.unpack(record))
@@ -223,7 +253,7 @@ def _serve(
 def _answer(worker: Worker, shared: Shared, task: Task) -> tuple[bool, Any]:
     """What came of a task, or the error that it ended in: its class if it is ours, and what it says."""
     try:
-        return True, _turns(worker, shared, task) if task.kind == b"tu" else _score(worker, shared, task)
+        return True, {b"tu": _turns, b"as": _tell}.get(task.kind, _score)(worker, shared, task)
     except FedflatError as error:
         return False, (type(error), str(error))
     except Exception as error:
@@ -237,10 +267,18 @@ def _turns(worker: Worker, shared: Shared, task: Task) -> list[Numbers]:
     return [shared.stripped(upload, slot) for upload, slot in zip(uploads, slots, strict=True)]
 
 
+def _tell(worker: Worker, shared: Shared, task: Task) -> None:
+    (slot,), (client,) = shared.who(task.start, task.stop)
+    shared.slots[slot]["delta"].copy_(worker.answer(*shared.shown(worker), client, shared.vector[0]))
+
+
 def _score(worker: Worker, shared: Shared, task: Task) -> Score:
-    model, part = shared.model[0], "test" if task.kind == b"te" else "train"
-    buffers = model.get("buffers", worker.problem.network.buffers)
-    return worker.score(model["weights"], buffers, part, task.start, task.stop)
+    part = "test" if task.kind == b"te" else "train"
+    return worker.score(*shared.shown(worker), part, task.start, task.stop)
+
+
+def _asked(clients: Sequence[int], task: Task) -> str:
+    return f"client {clients[task.place]}"
 
 
 def _error(value: tuple[type[FedflatError] | None, str], about: str) -> FedflatError:

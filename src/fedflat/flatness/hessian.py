@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator, eigsh
+from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
+from fedflat.errors import TrainingError
 from fedflat.flatness.objective import Objective
 
 
@@ -72,23 +73,40 @@ class Eigen:
 
 
 def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed: int = 0) -> Eigen:
-    """The k algebraically largest eigenvalues by SciPy's Lanczos; the start vector comes from the seed."""
+    """The k algebraically largest eigenvalues by SciPy's Lanczos; the start vector comes from the seed.
+
+    A matrix that is hardly larger than k is written out instead. Only the products wait for the operator's device.
+    """
+    before = hessian.products
+    if hessian.size <= k + 1:
+        identity = torch.eye(hessian.size, dtype=hessian.dtype)
+        found, columns = torch.linalg.eigh(torch.stack([(hessian @ unit).cpu() for unit in identity]))
+        top, vectors = found.flip(0)[:k], columns.T.flip(0)[:k].contiguous()
+    else:
+        top, vectors = _lanczos(hessian, k, tolerance, seed)
+    spent = hessian.products - before
+    residuals = torch.stack([((hessian @ v).cpu() - value * v).norm() for value, v in zip(top, vectors, strict=True)])
+    return Eigen(top, vectors, residuals, spent)
+
+
+def _lanczos(hessian: Operator, k: int, tolerance: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Eigenvalues in falling order, and their vectors as rows."""
 
     def product(vector: Any) -> Any:
-        return (hessian @ torch.from_numpy(np.ascontiguousarray(vector)).reshape(-1)).numpy()
+        return (hessian @ torch.from_numpy(np.ascontiguousarray(vector)).reshape(-1)).cpu().numpy()
 
-    before = hessian.products
     dtype = np.float64 if hessian.dtype == torch.float64 else np.float32
     operator = LinearOperator((hessian.size, hessian.size), matvec=product, dtype=dtype)
     start = np.random.default_rng(seed).standard_normal(hessian.size).astype(dtype)
     subspace = min(hessian.size, max(4 * k, 20))
-    values, columns = eigsh(operator, k=min(k, hessian.size - 1), which="LA", tol=tolerance, v0=start, ncv=subspace)
+    try:
+        values, columns = eigsh(operator, k=k, which="LA", tol=tolerance, v0=start, ncv=subspace)
+    except ArpackNoConvergence as error:
+        raise TrainingError(f"the {k} largest eigenvalues did not settle to {tolerance:g}; ask for fewer") from error
+    except ArpackError:  # its first product was zero, as in a layer whose inputs are all dead
+        return torch.zeros(k, dtype=hessian.dtype), torch.eye(k, hessian.size, dtype=hessian.dtype)
     order = np.argsort(values)[::-1]
-    top = torch.from_numpy(values[order].copy())
-    vectors = torch.from_numpy(columns.T[order].copy())
-    spent = hessian.products - before
-    residuals = torch.stack([(hessian @ v - value * v).norm() for value, v in zip(top, vectors, strict=True)])
-    return Eigen(top, vectors, residuals, spent)
+    return torch.from_numpy(values[order].copy()), torch.from_numpy(columns.T[order].copy())
 
 
 @dataclass(frozen=True)
@@ -106,6 +124,6 @@ def trace(hessian: Operator, probes: int = 30, seed: int = 0) -> Trace:
     samples = []
     for _ in range(probes):
         z = torch.randint(0, 2, (hessian.size,), generator=chance).to(hessian.dtype).mul_(2).sub_(1)
-        samples.append(float(z @ (hessian @ z)))
+        samples.append(float(z @ (hessian @ z).cpu()))
     spread = float(np.std(samples, ddof=1)) if probes > 1 else math.nan
     return Trace(float(np.mean(samples)), spread / math.sqrt(probes), probes)

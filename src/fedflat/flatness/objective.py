@@ -76,18 +76,19 @@ class Objective:
 
     def gradient(self) -> Tensor:
         """∇f at the module's weights."""
-        total = torch.zeros(self.size, dtype=self.dtype)
+        total = torch.zeros_like(self.weights)
         for batch in self.batches:
             total.add_(flat(torch.autograd.grad(self._mean(batch), self.parameters)), alpha=self.share(batch))
         return total
 
     def product(self, vector: Tensor) -> Tensor:
         """∇²f · v at the module's weights, by two backward passes over each batch."""
-        total = torch.zeros(self.size, dtype=self.dtype)
+        total = torch.zeros_like(self.weights)
+        directions = list(self.layout.views(vector.to(total)).values())
         for batch in self.batches:
             slopes = torch.autograd.grad(self._mean(batch), self.parameters, create_graph=True)
-            along = flat(slopes) @ vector.to(self.dtype)
-            total.add_(flat(torch.autograd.grad(along, self.parameters)), alpha=self.share(batch))
+            products = torch.autograd.grad(slopes, self.parameters, directions)
+            total.add_(flat(products), alpha=self.share(batch))
         return total
 
     def share(self, batch: Batch) -> float:

@@ -109,8 +109,16 @@ class ProximalStep:
         if self.part.scope == "head":
             head = self.inner.head
             g = slope.in_head(self.inner.terms) if self.inner.terms else torch.zeros_like(slope.weights[head])
-            return slope.at_head(self.ascent(slope, self._linear(g, slope.weights, head), head)), carry
-        return slope(self.perturbation(slope, self.proximal(slope))), carry
+            g_p = self._linear(g, slope.weights, head)
+            return self._watched(slope, slope.at_head(self.ascent(slope, g_p, head)), g_p, head), carry
+        g_p = self.proximal(slope)
+        return self._watched(slope, slope(self.perturbation(slope, g_p)), g_p, slice(None)), carry
+
+    def _watched(self, slope: Slope, g_u: Tensor, g_p: Tensor, span: slice) -> Tensor:
+        """The update gradient g_u, after a note of cos(g_u, g_p) within the scope if that is to be measured."""
+        if "cosine" in self.inner.measures:
+            slope.notes.add("cosine", F.cosine_similarity(g_u[span], g_p, dim=0))
+        return g_u
 
     def proximal(self, slope: Slope, offset: Tensor | None = None) -> Tensor:
         """g_p at w + ε."""

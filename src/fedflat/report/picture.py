@@ -11,7 +11,7 @@ import numpy as np
 from fedflat.errors import RecipeError, RunError
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -19,7 +19,7 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
@@ -30,7 +30,7 @@ def draw_split(counts: Sequence[Sequence[int]], path: Path, title: str = "") -> 
     """Clients × classes: circles by number of samples, stacked bars for many clients, a heat map for many classes."""
     table = np.asarray(counts)
     clients, classes = table.shape
-    figure = _figure(min(max(6.0, 0.22 * clients + 2), 16), min(max(3.5, 0.28 * classes + 1.2), 9))
+    figure = new_figure(min(max(6.0, 0.22 * clients + 2), 16), min(max(3.5, 0.28 * classes + 1.2), 9))
     axes = figure.subplots()
     if classes > 20:
         figure.colorbar(axes.imshow(table.T, aspect="auto", origin="lower", cmap="viridis"), label="samples")
@@ -42,7 +42,7 @@ def draw_split(counts: Sequence[Sequence[int]], path: Path, title: str = "") -> 
     for axis in (axes.xaxis, axes.yaxis):
         axis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="client", title=title)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _circles(axes: Any, table: Any) -> None:
@@ -65,7 +65,7 @@ Curve = Sequence[tuple[int, float]]
 
 def draw_curves(curves: Mapping[str, Sequence[Curve]], path: Path, ylabel: str, title: str = "") -> None:
     """For each name the mean of its curves over rounds, and the range they cover."""
-    figure = _figure(7, 4)
+    figure = new_figure(7, 4)
     axes = figure.subplots()
     for name, runs in curves.items():
         rounds = [round for round, _ in runs[0]]
@@ -77,14 +77,14 @@ def draw_curves(curves: Mapping[str, Sequence[Curve]], path: Path, ylabel: str, 
     axes.set(xlabel="round", ylabel=ylabel, title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_bars(panels: Mapping[str, Sequence[float]], labels: Sequence[str], path: Path) -> None:
     """Panels side by side, one for each quantity, with a bar for each label."""
-    figure = _figure(3.2 * len(panels), 3)
+    figure = new_figure(3.2 * len(panels), 3)
     for axes, (name, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         axes.bar(labels, values, color="C0")
         axes.set_title(name)
         axes.grid(alpha=0.3, axis="y")
-    _save(figure, path)
+    save_figure(figure, path)

@@ -1,0 +1,223 @@
+"""Look at the minima of finished runs: flatness, landscape, duality."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedflat.cli.app import JsonOption, app, err, out
+
+Runs = Annotated[list[Path], typer.Argument(help="directories of finished runs")]
+Samples = Annotated[int, typer.Option(help="training samples to measure on, drawn by the seed; 0 = all", min=0)]
+Seed = Annotated[int, typer.Option(help="seed of samples, probes and directions", min=0)]
+Picture = Annotated[Path | None, typer.Option("-o", "--out", help="where to draw (.png, .svg, .pdf)")]
+PAIRED_FROM = 10_000  # training samples among which a test sample's twin is sought
+MEASURED = "mean training loss of {samples} samples (evaluation mode, no decay, no augmentation)"
+
+
+class Plane(StrEnum):
+    """The directions of a landscape."""
+
+    eigen = "eigen"
+    random = "random"
+
+
+class Way(StrEnum):
+    """Which samples of a pair are given, and among which the other is sought."""
+
+    test_to_train = "test_to_train"
+    train_to_test = "train_to_test"
+
+
+@app.command()
+def flatness(
+    runs: Runs,
+    k: Annotated[int, typer.Option(help="how many eigenvalues", min=1, max=100)] = 5,
+    samples: Samples = 1000,
+    probes: Annotated[int, typer.Option(help="random probes of the traces", min=2)] = 12,
+    rho: Annotated[float, typer.Option(help="radius of the sharpness measures", min=0)] = 0.05,
+    adaptive_rho: Annotated[float, typer.Option(help="radius of the adaptive one", min=0)] = 0.5,
+    layers: Annotated[bool, typer.Option("--layers", help="every layer, with its activations and MAN's bound")] = False,
+    density: Annotated[int, typer.Option(help="Lanczos steps of the spectral density; 0 = none", min=0)] = 0,
+    federated: Annotated[
+        bool, typer.Option("--federated", help="spectrum only, with products that the clients compute")
+    ] = False,
+    seed: Seed = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Spectrum and trace of the Hessian, sharpness and norms of the global models of finished runs."""
+    from fedflat.flatness import FederatedHessian, HessianProduct, Portion, measure, spectrum
+    from fedflat.run import load_run, start_engine
+    from fedflat.server import first_state
+
+    portion, rows = Portion(samples, seed), list[dict[str, Any]]()
+    for run in _checked(runs):
+        with err.status(f"{run}: measuring"):
+            problem, recipe = load_run(run)
+            if federated:
+                state = first_state(problem)
+                with closing(start_engine(problem, recipe, state, HessianProduct(portion))) as engine:
+                    operator = FederatedHessian(engine, state, problem.federation, portion)
+                    seen = spectrum(operator, k, probes, steps=density, seed=seed)
+                found = {"samples": operator.samples, "spectrum": {**asdict(seen), "ratio": seen.ratio}}
+            else:
+                flat = measure(portion.pooled(problem), k, probes, rho, adaptive_rho, layers, density, seed)
+                found = asdict(flat) | {"spectrum": {**asdict(flat.spectrum), "ratio": flat.spectrum.ratio}}
+        rows.append({"run": str(run), "method": recipe.method, **found})
+    if as_json:
+        _print_json({"measured": MEASURED.format(samples=rows[0]["samples"]), "k": k, "runs": rows})
+        return
+    from fedflat.report.flatness import flatness_table, layer_table
+
+    out.print(flatness_table(rows, f"Hessian, sharpness and norms: {MEASURED.format(samples=rows[0]['samples'])}"))
+    for row in rows if layers and not federated else ():
+        out.print(layer_table(row))
+
+
+@app.command()
+def landscape(
+    runs: Runs,
+    plane: Annotated[Plane, typer.Option(help="the top eigenvectors, or random filter-normalised")] = Plane.eigen,
+    dimensions: Annotated[int, typer.Option(help="1: a line, 2: a plane", min=1, max=2)] = 2,
+    span: Annotated[float, typer.Option(help="from −span to span along each direction")] = 1.0,
+    points: Annotated[int, typer.Option(help="points along each direction", min=3)] = 25,
+    samples: Samples = 1000,
+    seed: Seed = 0,
+    picture: Picture = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The loss around the global models of finished runs, on one grid; arrays to RUN/landscape-PLANE.npz."""
+    from fedflat.flatness import Hessian, Portion, eigen_plane, filter_normalised, top_eigenvalues
+    from fedflat.flatness import landscape as walk
+    from fedflat.run import load_run
+
+    found = {}
+    for run in _checked(runs):
+        problem, _ = load_run(run)
+        objective = Portion(samples, seed).pooled(problem)
+        with err.status(f"{run}: directions"):
+            if plane is Plane.eigen:
+                directions = eigen_plane(top_eigenvalues(Hessian(objective), 2, seed=seed))
+            else:
+                directions = filter_normalised(objective, dimensions, seed, orthogonal=True)
+        with _bar(f"{run}", points**dimensions) as advance:
+            found[str(run)] = walk(objective, directions[:dimensions], span, points, advance)
+        found[str(run)].save(run / f"landscape-{plane.value}.npz")
+    header = (
+        f"{MEASURED.format(samples=objective.samples)} on the {plane.value} {'line' if dimensions == 1 else 'plane'}"
+    )
+    if picture:
+        from fedflat.report.terrain import draw_landscapes
+
+        draw_landscapes(found, picture)
+    if as_json:
+        runs_found = [
+            {"run": name, "centre": f.centre, "rise": f.rise, "axes": f.axes.tolist(), "values": f.values.tolist()}
+            for name, f in found.items()
+        ]
+        _print_json({"measured": header, "plane": plane.value, "span": span, "runs": runs_found})
+        return
+    from fedflat.report.flatness import landscape_table
+
+    out.print(landscape_table(found, header, span))
+    if picture:
+        out.print(f"drawn to {picture}", markup=False, highlight=False)
+
+
+@app.command()
+def duality(
+    runs: Runs,
+    layer: Annotated[
+        list[str] | None, typer.Option(help="layer by name, again for more; else every linear one")
+    ] = None,
+    k: Annotated[int, typer.Option(help="directions of a layer too large for a full basis", min=1)] = 50,
+    pairs: Annotated[int, typer.Option(help="pairs of nearest samples at most", min=1)] = 1000,
+    direction: Annotated[Way, typer.Option(help="whose nearest sample of the same class")] = Way.test_to_train,
+    samples: Samples = 2000,
+    seed: Seed = 0,
+    picture: Picture = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Activity–weight duality: which directions of a layer carry the generalisation gap of finished runs."""
+    from torch import nn
+
+    from fedflat.flatness import Portion, layers_of
+    from fedflat.flatness import duality as analyse
+    from fedflat.run import load_run
+
+    rows, results = list[dict[str, Any]](), {}
+    for run in _checked(runs):
+        problem, recipe = load_run(run)
+        module, federation = problem.network.module, problem.federation
+        train = _joined(Portion(PAIRED_FROM, seed).batches(federation, range(federation.clients)))
+        test = federation.held_out("test", 0, federation.size("test"))
+        for name in layer or [n for n in layers_of(module) if isinstance(module.get_submodule(n), nn.Linear)]:
+            with err.status(f"{run}: {name}"):
+                result = analyse(module, problem.loss, train, test, name, k, direction.value, pairs, samples, seed=seed)
+            results[f"{run} {name}"] = result
+            derived = {"remainder": result.remainder, "spread": result.spread, "participation": result.participation}
+            rows.append({"run": str(run), "method": recipe.method, **asdict(result), **derived})
+    header = (
+        f"generalisation gap over {direction.value.replace('_', ' ')} pairs, in the eigenbasis of each layer's Hessian"
+    )
+    if picture:
+        from fedflat.report.dual import draw_duality
+
+        draw_duality(results, picture)
+    if as_json:
+        _print_json({"measured": header, "layers": rows})
+        return
+    from fedflat.report.flatness import duality_table
+
+    out.print(duality_table(results, header))
+    if picture:
+        out.print(f"drawn to {picture}", markup=False, highlight=False)
+
+
+def _joined(batches: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    import torch
+
+    inputs, labels = zip(*batches, strict=True)
+    return torch.cat(inputs), torch.cat(labels)
+
+
+def _checked(runs: list[Path]) -> list[Path]:
+    """The runs, once all of them can be read: nothing is measured before that."""
+    from fedflat.folder import read_run
+
+    for run in runs:
+        read_run(run)
+    return runs
+
+
+@contextmanager
+def _bar(title: str, total: int) -> Iterator[Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    print(json.dumps(_plain(content), indent=2))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: lists for tensors, null for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,160 @@
+"""The loss around a minimum, along one direction or over the plane of two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from fedflat.errors import RecipeError, RunError
+from fedflat.flatness.hessian import Eigen
+from fedflat.flatness.objective import Objective
+
+Floats = NDArray[np.float64]
+_FEWEST = 3  # points that show a curvature
+
+
+@dataclass(frozen=True, eq=False)
+class Landscape:
+    """`values[i]` = f(w + αᵢ d₁), or `values[i, j]` = f(w + αᵢ d₁ + βⱼ d₂), and `centre` = f(w).
+
+    A row of `axes` holds the steps along one direction. Where the loss overflowed, a value is inf or nan.
+    """
+
+    axes: Floats
+    values: Floats
+    centre: float
+
+    @property
+    def rise(self) -> float:
+        """max f(w + …) − f(w) over the grid: the sharpness within its span; inf where the loss overflowed.
+
+        >>> Landscape(np.array([[-1.0, 0.0, 1.0]]), np.array([2.5, 0.5, 1.5]), 0.5).rise
+        2.0
+        """
+        return float(np.nan_to_num(self.values, nan=math.inf, posinf=math.inf).max()) - self.centre
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it as .npz."""
+        try:
+            with open(path, "wb") as file:
+                np.savez_compressed(file, axes=self.axes, values=self.values, centre=self.centre)
+        except OSError as error:
+            raise RunError(f"{path}: the landscape cannot be written ({error.strerror})") from error
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Landscape:
+        """Read what `save` wrote."""
+        try:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:
+                axes, values, centre = content["axes"], content["values"], content["centre"]
+        except OSError as error:
+            raise RunError(f"{path}: the landscape cannot be read ({error.strerror})") from error
+        except Exception as error:  # a damaged zip or header makes zipfile, zlib and NumPy raise almost anything
+            raise RunError(f"{path}: not a landscape file, or a damaged one; measure the landscape again") from error
+        if not (_is_grid(axes) and _is_real(values, axes.shape[1:] * len(axes)) and _is_real(centre, ())):
+            raise RunError(f"{path}: its values do not fit its axes; measure the landscape again")
+        return cls(axes, values, float(centre))
+
+
+def _is_grid(axes: NDArray[Any]) -> bool:
+    rising = _is_real(axes, axes.shape) and axes.ndim == 2 and bool(np.all(np.diff(axes) > 0))
+    return rising and len(axes) in (1, 2) and axes.shape[1] >= _FEWEST
+
+
+def _is_real(array: NDArray[Any], shape: tuple[int, ...]) -> bool:
+    return array.dtype == np.float64 and array.shape == shape
+
+
+def landscape(
+    objective: Objective,
+    directions: Sequence[Tensor] | Tensor,
+    span: float = 1.0,
+    points: int = 25,
+    progress: Callable[[], object] | None = None,
+) -> Landscape:
+    """The mean loss at `points` steps from −span to span along one direction, or at their square over two.
+
+    Only forward passes; an odd number of points has w itself among them. `progress` is called after each point.
+
+    >>> x = torch.tensor([[1.0], [3.0]])
+    >>> f = Objective(torch.nn.Linear(1, 1, bias=False), lambda z, y: 0.5 * (z - y).square().mean(), [(x, x)])
+    >>> with f.at(torch.tensor([1.0])):   # f(w) = 5/2 (w − 1)²
+    ...     landscape(f, [torch.tensor([2.0])], points=5).values.tolist()
+    [10.0, 2.5, 0.0, 2.5, 10.0]
+    """
+    _check(objective, directions, span, points)
+    home = objective.weights
+    plane = [direction.to(home) for direction in directions]
+    axis = span * (np.arange(1 - points, points, 2) / (points - 1))  # exactly 0 in the middle and ±span at the ends
+    values = []
+    for steps in product(axis, repeat=len(plane)):
+        there = sum((float(step) * direction for step, direction in zip(steps, plane, strict=True)), home)
+        with objective.at(there):
+            values.append(objective.value())
+        if progress:
+            progress()
+    grid = np.array(values).reshape((points,) * len(plane))
+    return Landscape(np.tile(axis, (len(plane), 1)), grid, objective.value())
+
+
+def _check(objective: Objective, directions: Sequence[Tensor] | Tensor, span: float, points: int) -> None:
+    if len(directions) not in (1, 2):
+        raise RecipeError(f"landscape: {len(directions)} directions given; one makes a curve and two make a surface")
+    for direction in directions:
+        if direction.shape != (objective.size,):
+            shape = tuple(direction.shape)
+            raise RecipeError(
+                f"landscape: a direction has shape {shape}; for this model it must be ({objective.size},)"
+            )
+    if not 0 < span < math.inf:
+        raise RecipeError(f"landscape: span is {span}; it must be a positive number")
+    if points < _FEWEST:
+        raise RecipeError(f"landscape: points is {points}; at least {_FEWEST} show a curvature")
+
+
+def eigen_plane(eigen: Eigen) -> Tensor:
+    """The unit eigenvectors of λ₁ and λ₂ as rows: the plane in which f bends most."""
+    if len(eigen.vectors) < 2:
+        raise RecipeError("eigen plane: one eigenvector spans no plane; compute the top two eigenvalues or more")
+    return functional.normalize(eigen.vectors[:2], dim=1)
+
+
+def filter_normalised(objective: Objective, count: int = 2, seed: int = 0, orthogonal: bool = False) -> Tensor:
+    """Random directions, as rows, whose filters are as long as the weights' (Li et al., 2018).
+
+    d_f ← d_f ‖w_f‖/(‖d_f‖ + 1e-10) with Gaussian d_f, for each output f of a layer; biases and norms stay 0. So a step
+    of 1 has the size of the weights, whatever their scale, and the landscapes of different models can be compared.
+
+    `orthogonal` makes each direction orthogonal to those before it, filter by filter, which keeps the filters' norms;
+    a filter of n weights has room for n directions, and the further ones are 0 there.
+    """
+    chance = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(count, objective.size, generator=chance, dtype=torch.float64)
+    for name, weights in objective.layout.views(objective.weights).items():
+        part = drawn[:, objective.layout.slices[name]]
+        if weights.ndim < 2:
+            part.zero_()
+            continue
+        filters = part.view(count, len(weights), -1)
+        if orthogonal:
+            filters.copy_(_orthogonalised(filters))
+        norms = weights.flatten(1).norm(dim=1, keepdim=True).to(filters)
+        filters.mul_(norms / (filters.norm(dim=2, keepdim=True) + 1e-10))
+    return drawn.to(objective.dtype)
+
+
+def _orthogonalised(filters: Tensor) -> Tensor:
+    """Gram–Schmidt over the first axis for each filter on its own, as unit vectors."""
+    basis, factor = torch.linalg.qr(filters.permute(1, 2, 0))
+    basis = basis * factor.diagonal(dim1=1, dim2=2).sign().unsqueeze(1)  # QR leaves the signs open
+    return functional.pad(basis, (0, len(filters) - basis.shape[2])).permute(2, 0, 1)

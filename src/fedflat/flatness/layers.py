@@ -1,0 +1,178 @@
+"""Flatness layer by layer: the diagonal blocks of the Hessian, and what the layers' inputs say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedflat.errors import RecipeError
+from fedflat.flatness.hessian import Hessian, Trace, top_eigenvalues
+from fedflat.flatness.objective import Objective
+from fedflat.flatness.spectrum import hutch_plus_plus, ritz
+from fedflat.local import Batch
+
+Layer = nn.Linear | nn.Conv2d
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What enters a layer, and what that says about the curvature in its weight.
+
+    Z = A Wᵀ, where the rows of A are what W meets at each position: patches, tokens, in a plain linear layer a alone. A
+    step D of W moves Z by A Dᵀ, and as Z is linear in W its block of the Hessian is exactly
+
+        ⟨D, H_l D⟩ = E⟨A Dᵀ, ∇²_Z ℓ · A Dᵀ⟩ ≤ E[λ⁺ ‖A Dᵀ‖²] ≤ E[λ⁺ ‖A‖²] ‖D‖²,   λ⁺ = max(0, λ_max(∇²_Z ℓ)),
+
+    with ∇²_Z ℓ the Hessian of one sample's loss in all outputs of the layer together. This is MAN's `bound`,
+    λ_max(H_l) ≤ E[λ⁺ ‖A‖²]. ‖A‖ is Frobenius' norm, a sum over positions (of the largest group, if channels are
+    grouped): the spectral norm would do too, but costs a singular value decomposition for each sample.
+
+    Assumed: the loss is a mean over the samples, which do not influence each other in evaluation mode. The bound is
+    None where the first axis of the layer's output does not count samples, or a pass uses the weight several times.
+    """
+
+    norm: float  # E‖a‖²
+    mean_square: float  # the same per unit, as MAN penalises it
+    patches: float  # E‖A‖²
+    bound: float | None
+    last: bool  # whether the layer's output is the module's
+
+    @property
+    def softmax_bound(self) -> float | None:
+        """½ E‖A‖² ≥ λ₁ of the layer that gives the logits of a cross-entropy, since diag(p) − ppᵀ ⪯ ½ I."""
+        return self.patches / 2 if self.last else None
+
+
+@dataclass(frozen=True)
+class LayerFlatness:
+    """The Hessian's diagonal block of one layer's weight: its k largest eigenvalues, its trace; and what enters."""
+
+    name: str
+    parameters: int
+    eigenvalues: list[float]
+    trace: Trace
+    activity: Activity
+
+
+def layers(
+    objective: Objective, k: int = 1, tolerance: float = 1e-2, products: int = 15, steps: int = 12, seed: int = 0
+) -> list[LayerFlatness]:
+    """Each nn.Linear and nn.Conv2d whose weight the objective is a function of and whose module a pass calls.
+
+    Per layer the eigenvalues cost tens of products with the Hessian, the trace (by Hutch++) `products`, and the bound
+    of its activity about `steps` backward passes from the loss to the layer.
+    """
+    if min(k, steps) < 1:
+        raise RecipeError(f"layers: k = {k} and steps = {steps} must be at least 1")
+    found = []
+    for name, modules in _sharing(objective).items():
+        seen = _activity(objective, modules, steps, seed)
+        if seen is not None:
+            block = Hessian(objective.of([name]))
+            top = top_eigenvalues(block, k, tolerance, seed).values.tolist()
+            shown = name.removesuffix("weight").removesuffix(".")
+            found.append(LayerFlatness(shown, block.size, top, hutch_plus_plus(block, products, seed), seen))
+    if not found:
+        raise RecipeError("layers: the objective is a function of no weight of an nn.Linear or nn.Conv2d that it calls")
+    return found
+
+
+def _sharing(objective: Objective) -> dict[str, list[Layer]]:
+    """The objective's weights that belong to layers, each with the modules that hold it."""
+    modules = [m for m in objective.module.modules() if isinstance(m, Layer)]
+    weights = {n: p for n, p in objective.module.named_parameters() if n in objective.layout.shapes}
+    holders = {name: [m for m in modules if m.weight is weight] for name, weight in weights.items()}
+    return {name: held for name, held in holders.items() if held}
+
+
+def _activity(objective: Objective, modules: Sequence[Layer], steps: int, seed: int) -> Activity | None:
+    """The activity of the modules that hold one weight, or None if a pass does not call them."""
+    chance = torch.Generator().manual_seed(seed)
+    norm, units, patches, bounds, last = 0.0, 0, 0.0, [], True
+    for batch in objective.batches:
+        seen = _passed(objective, modules, batch)
+        if not seen.inputs:
+            return None
+        reaches = [_reach(modules[0], entered) for entered in seen.inputs]
+        norm += sum(float(entered.square().sum()) for entered in seen.inputs)
+        units += sum(entered.numel() for entered in seen.inputs)
+        patches += sum(float(reach.sum()) for reach in reaches)
+        last = last and seen.last
+        if len(reaches) == 1 and len(seen.shifts[0]) == len(batch[1]):
+            bounds.append(float(reaches[0] @ _curvature(seen.loss, seen.shifts[0], steps, chance)))
+    holds = len(bounds) == len(objective.batches)
+    total = objective.samples
+    return Activity(norm / total, norm / units, patches / total, sum(bounds) / total if holds else None, last)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One batch's summed loss, and of each call of a layer its input and a zero that was added to its output."""
+
+    inputs: list[Tensor]
+    shifts: list[Tensor]
+    loss: Tensor
+    last: bool
+
+
+def _passed(objective: Objective, modules: Sequence[Layer], batch: Batch) -> _Pass:
+    inputs, shifts, outputs = [], [], []
+
+    def shift(module: nn.Module, arguments: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> Tensor:
+        inputs.append((*arguments, *named.values())[0].detach())
+        shifts.append(torch.zeros_like(output, requires_grad=True))
+        outputs.append(output + shifts[-1])
+        return outputs[-1]
+
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.callback(module.register_forward_hook(shift, with_kwargs=True).remove)
+        result = objective.module(batch[0])
+    loss = len(batch[1]) * objective.loss(result, batch[1])
+    return _Pass(inputs, shifts, loss, any(output is result for output in outputs))
+
+
+@torch.no_grad()
+def _reach(layer: Layer, entered: Tensor) -> Tensor:
+    """‖A‖² of each sample: over all rows of A or, where groups of channels have rows of their own, the largest."""
+    squares = entered.square()
+    if isinstance(layer, nn.Linear):
+        return squares.reshape(len(squares), -1).sum(dim=1)
+    # A layer of ones in place of W sums a² over each patch, with the layer's own stride, padding and dilation.
+    ones = {"weight": torch.ones_like(layer.weight[: layer.groups])}
+    if layer.bias is not None:
+        ones["bias"] = torch.zeros_like(layer.bias[: layer.groups])
+    sums: Tensor = functional_call(layer, ones, (squares,))
+    return sums.flatten(2).sum(dim=2).amax(dim=1)
+
+
+def _curvature(loss: Tensor, shift: Tensor, steps: int, chance: torch.Generator) -> Tensor:
+    """max(0, λ_max(∇²_z ℓ)) of each sample by Lanczos: the largest Ritz value and, towards a safe bound, its residual.
+
+    The samples are independent, so a product with the Hessian of their summed loss is a product for each of them. Where
+    all that follows the layer is piecewise linear, ∇²_z ℓ of a cross-entropy has rank C − 1, and C steps are exact.
+    Only two vectors are kept: lost orthogonality repeats eigenvalues, and does not move the largest.
+    """
+    (slope,) = torch.autograd.grad(loss, shift, create_graph=True)
+    # Below this, squares underflow; a vector that small is taken for the zero at which Lanczos ends.
+    smallest = torch.finfo(shift.dtype).tiny ** 0.5
+    v = torch.randn(shift.shape, generator=chance, dtype=shift.dtype).flatten(1)
+    v /= v.norm(dim=1, keepdim=True)
+    before, beta = torch.zeros_like(v), torch.zeros_like(v[:, :1])
+    alphas, betas = [], []
+    for _ in range(min(steps, v.shape[1])):
+        w = torch.autograd.grad(slope, shift, v.view_as(shift), retain_graph=True)[0].flatten(1) - beta * before
+        alpha = (w * v).sum(dim=1, keepdim=True)
+        w -= alpha * v
+        beta = w.norm(dim=1, keepdim=True)
+        before, v = v, w / beta.clamp_min(smallest)
+        alphas.append(alpha)
+        betas.append(beta)
+    values, vectors = ritz(torch.cat(alphas, dim=1), torch.cat(betas, dim=1)[:, :-1])
+    residual = beta[:, 0] * vectors[:, -1, -1].abs()
+    return (values[:, -1] + residual).clamp_min(0)

@@ -1,0 +1,160 @@
+"""Pictures of loss landscapes: several runs beside each other, on one scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedflat.errors import RecipeError
+from fedflat.flatness.landscape import Landscape
+from fedflat.report.picture import new_figure, save_figure
+
+Floats = NDArray[np.float64]
+
+# The palette of Okabe and Ito, which stays apart for colour-blind eyes, without its yellow.
+_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MAP = "viridis"
+_DECADES = 1.5  # a loss that spans more of them is drawn by its logarithm
+
+
+def draw_landscapes(landscapes: Mapping[str, Landscape], path: Path) -> None:
+    """Each run's landscape under its name: curves in one plot, or for planes the contours above the surfaces.
+
+    All runs share one scale, colours and levels, so what looks flatter is flatter; what is not finite is left out.
+    """
+    _check(landscapes)
+    if len(next(iter(landscapes.values())).axes) == 1:
+        _draw_curves(landscapes, path)
+    else:
+        _draw_planes(landscapes, path)
+
+
+def _check(landscapes: Mapping[str, Landscape]) -> None:
+    if not landscapes:
+        raise RecipeError("landscapes: there is none to draw")
+    (first, pattern), *others = landscapes.items()
+    for name, other in others:
+        if not np.array_equal(other.axes, pattern.axes):
+            raise RecipeError(f"landscapes: {name} and {first} have different grids; measure both on the same one")
+    for name, each in landscapes.items():
+        if not np.isfinite(each.values).any():
+            raise RecipeError(f"landscapes: {name} is nowhere finite; measure it with a smaller span")
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Loss ↦ height, which is the loss or its logarithm, over the range that all runs cover."""
+
+    low: float
+    high: float
+    logarithmic: bool
+
+    @classmethod
+    def of(cls, landscapes: Mapping[str, Landscape]) -> _Scale:
+        values = np.concatenate([each.values.ravel() for each in landscapes.values()])
+        finite = values[np.isfinite(values)]
+        low, high = float(finite.min()), float(finite.max())
+        if high - low <= 1e-9 * abs(high):
+            low, high = low - 0.5, high + 0.5  # a constant loss still needs a scale
+        return cls(low, high, low > 0 and math.log10(high) - math.log10(low) > _DECADES)
+
+    def heights(self, values: Any) -> Floats:
+        finite = np.where(np.isfinite(values), values, np.nan)
+        return np.log10(finite) if self.logarithmic else finite
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        low, high = self.heights([self.low, self.high])
+        return float(low), float(high)
+
+    def levels(self, count: int) -> Floats:
+        return np.linspace(*self.ends, count)
+
+    def ticks(self) -> tuple[Floats, list[str]]:
+        """A few round losses within the range: their heights and how they are written."""
+        losses = _round_logarithmic(self.low, self.high) if self.logarithmic else _round_linear(self.low, self.high)
+        losses = losses[(losses >= self.low) & (losses <= self.high)]
+        return self.heights(losses), [f"{loss:g}" for loss in losses]
+
+
+def _round_linear(low: float, high: float) -> Floats:
+    from matplotlib.ticker import MaxNLocator
+
+    return np.asarray(MaxNLocator(5).tick_values(low, high))
+
+
+def _round_logarithmic(low: float, high: float) -> Floats:
+    decades = np.log10(high) - np.log10(low)
+    digits = (1, 2, 5) if decades < 2 else (1, 3) if decades < 4 else (1,)
+    powers = np.arange(np.floor(np.log10(low)), np.log10(high) + 1, np.ceil(decades / 6))
+    return np.array([digit * 10.0**power for power in powers for digit in digits])
+
+
+def _caption(name: str, each: Landscape) -> str:
+    return f"{name}\nloss {each.centre:.3g}, rises by {each.rise:.3g}"
+
+
+def _draw_curves(landscapes: Mapping[str, Landscape], path: Path) -> None:
+    figure = new_figure(7, 4.2)
+    axes = figure.subplots()
+    scale = _Scale.of(landscapes)
+    for k, (name, each) in enumerate(landscapes.items()):
+        style = dict(color=_LINES[k % len(_LINES)], linestyle=("-", "--", ":")[k // len(_LINES) % 3])
+        axes.plot(each.axes[0], scale.heights(each.values), label=_caption(name, each), **style)
+    axes.axvline(0, color="0.6", linewidth=0.8, linestyle=":")
+    axes.set(xlabel="step α along the direction", ylabel="loss")
+    axes.set_yticks(*scale.ticks())
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
+    save_figure(figure, path)
+
+
+def _draw_planes(landscapes: Mapping[str, Landscape], path: Path) -> None:
+    runs = len(landscapes)
+    figure = new_figure(3.3 * runs + 1.2, 6.4)
+    scale = _Scale.of(landscapes)
+    maps = [figure.add_subplot(2, runs, 1 + k) for k in range(runs)]
+    surfaces = [figure.add_subplot(2, runs, 1 + runs + k, projection="3d") for k in range(runs)]
+    for above, below, (name, each) in zip(maps, surfaces, landscapes.items(), strict=True):
+        above.set_title(_caption(name, each), fontsize="medium")
+        filled = _draw_map(above, each, scale)
+        _draw_surface(below, each, scale)
+    heights, labels = scale.ticks()
+    bar = figure.colorbar(filled, ax=[*maps, *surfaces], label="loss", aspect=40, shrink=0.8)
+    bar.set_ticks(heights, labels=labels)
+    bar.add_lines(heights, ["white"] * len(heights), [0.8] * len(heights))
+    save_figure(figure, path)
+
+
+def _draw_map(axes: Any, each: Landscape, scale: _Scale) -> Any:
+    """Filled contours, and lines at the losses that the colour bar names."""
+    heights = scale.heights(each.values).T  # matplotlib wants the vertical axis first
+    filled = axes.contourf(*each.axes, heights, scale.levels(25), cmap=_MAP)
+    crossed = [height for height in scale.ticks()[0] if np.nanmin(heights) < height < np.nanmax(heights)]
+    if crossed:
+        axes.contour(*each.axes, heights, crossed, colors="white", linewidths=0.8, linestyles="-")
+    axes.plot(0, 0, marker="+", color="white", markersize=9, markeredgewidth=1.5)
+    steps = np.linspace(each.axes[0, 0], each.axes[0, -1], 5)
+    axes.set(aspect="equal", facecolor="0.85", xlabel="α", ylabel="β", xticks=steps, yticks=steps)
+    return filled
+
+
+def _draw_surface(axes: Any, each: Landscape, scale: _Scale) -> None:
+    low, high = scale.ends
+    surface = (*np.meshgrid(*each.axes), scale.heights(each.values).T)
+    axes.plot_surface(*surface, cmap=_MAP, vmin=low, vmax=high, rcount=60, ccount=60, linewidth=0)
+    steps = np.linspace(each.axes[0, 0], each.axes[0, -1], 3)
+    axes.set(zlim=(low, high), xticks=steps, yticks=steps)
+    axes.set_xlabel("α", labelpad=-4)
+    axes.set_ylabel("β", labelpad=-4)
+    for axis in "xy":
+        axes.tick_params(axis=axis, pad=-1)
+    axes.set_zticks(*scale.ticks())
+    axes.view_init(elev=28, azim=-55)
+    axes.set_box_aspect((1, 1, 0.8), zoom=1.1)

@@ -1,0 +1,246 @@
+"""Flatness layer by layer, against dense float64 matrices."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call, hessian, vmap
+
+from fedflat.errors import RecipeError
+from fedflat.flatness import Objective
+from fedflat.flatness.layers import layers
+
+
+def block(module, x, y, name):
+    """The dense block of one weight, the oracle."""
+    shape = module.get_parameter(name).shape
+
+    def loss(vector):
+        return F.cross_entropy(functional_call(module, {name: vector.view(shape)}, (x,)), y)
+
+    return hessian(loss)(module.get_parameter(name).detach().reshape(-1)).detach()
+
+
+def curvatures(rest, z, y):
+    """max(0, λ_max) of each sample's dense Hessian of the loss in the layer's output z."""
+
+    def loss(z, y):
+        return F.cross_entropy(rest(z[None]), y[None])
+
+    matrices = vmap(hessian(loss))(z, y).detach().reshape(len(z), z[0].numel(), z[0].numel())
+    return torch.linalg.eigvalsh(matrices)[:, -1].clamp_min(0)
+
+
+def samples(seed, n=20, shape=(4, 4, 4)):
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randn(n, *shape, generator=chance, dtype=torch.float64), torch.arange(n) % 3
+
+
+def objective(module, x, y, cut=7):
+    """The samples in two batches that differ in size."""
+    return Objective(module, F.cross_entropy, [(x[:cut], y[:cut]), (x[cut:], y[cut:])])
+
+
+class Tokens(nn.Module):
+    """Attention over 4 tokens of 16 features."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.head = nn.Linear(16, 2), nn.Linear(16, 2), nn.Linear(16, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = x.flatten(2)
+        weights = torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), dim=-1)
+        return self.head((weights @ self.v(x)).mean(dim=1))
+
+
+NETS = {
+    "relu": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 5), nn.ReLU(inplace=True), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)
+    ),
+    "tanh": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 3)),
+    "conv": lambda: nn.Sequential(
+        nn.Conv2d(4, 3, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 2, bias=False), nn.SiLU(),
+        nn.Flatten(), nn.Linear(3, 3),
+    ),
+    "groups": lambda: nn.Sequential(
+        nn.Conv2d(4, 4, 3, groups=2, padding=1, padding_mode="reflect"), nn.GroupNorm(2, 4), nn.GELU(),
+        nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 3),
+    ),
+    "tokens": Tokens,
+}  # fmt: skip
+
+
+@pytest.fixture(params=NETS)
+def case(request):
+    torch.manual_seed(0)
+    return NETS[request.param]().double(), *samples(0)
+
+
+def test_eigenvalues_and_trace_are_those_of_the_dense_blocks(case):
+    module, x, y = case
+    found = layers(objective(module, x, y), k=2, tolerance=1e-10, products=60)
+    kinds = nn.Linear | nn.Conv2d
+    assert [layer.name for layer in found] == [n for n, m in module.named_modules() if isinstance(m, kinds)]
+    for layer in found:
+        dense = block(module, x, y, f"{layer.name}.weight")
+        assert layer.parameters == len(dense)
+        expected = torch.linalg.eigvalsh(dense).flip(0)[:2].tolist()
+        assert layer.eigenvalues == pytest.approx(expected, rel=1e-7, abs=1e-9)
+        assert abs(layer.trace.mean - float(dense.trace())) < 4 * layer.trace.error + 1e-9
+
+
+@settings(max_examples=8, deadline=None)
+@given(net=st.sampled_from(sorted(NETS)), seed=st.integers(0, 10_000), scale=st.sampled_from([0.3, 1.0, 4.0]))
+def test_mans_bound_holds_in_every_layer(net, seed, scale):
+    torch.manual_seed(seed)
+    module = NETS[net]().double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(scale)
+    x, y = samples(seed)
+    for layer in layers(objective(module, x, y), products=3, seed=seed):
+        top = float(torch.linalg.eigvalsh(block(module, x, y, f"{layer.name}.weight"))[-1])
+        assert layer.activity.bound >= top * (1 - 1e-9)
+        if layer.activity.last:
+            assert layer.activity.softmax_bound >= layer.activity.bound * (1 - 1e-9)
+
+
+def test_the_bound_of_a_linear_layer_is_the_mean_of_norm_times_curvature():
+    torch.manual_seed(1)
+    module = NETS["tanh"]().double()
+    x, y = samples(1)
+    hidden, head = (layer.activity for layer in layers(objective(module, x, y), products=3))
+    flat, rest = x.flatten(1), module[2:]
+    expected = flat.square().sum(dim=1) * curvatures(rest, module[1](flat).detach(), y)
+    assert hidden.bound == pytest.approx(float(expected.mean()), rel=1e-9)
+    assert [hidden.norm, hidden.patches] == pytest.approx([float(flat.square().sum(dim=1).mean())] * 2)
+    assert hidden.mean_square == pytest.approx(float(flat.square().mean()))
+    assert not hidden.last and hidden.softmax_bound is None
+
+    a = torch.tanh(module[1](flat)).detach()
+    p = torch.softmax(module[3](a), dim=1).detach()
+    tops = torch.linalg.eigvalsh(torch.diag_embed(p) - p[:, :, None] * p[:, None, :])[:, -1]
+    assert head.bound == pytest.approx(float((a.square().sum(dim=1) * tops).mean()), rel=1e-9)
+    assert head.last and head.softmax_bound == pytest.approx(float(a.square().sum(dim=1).mean()) / 2)
+
+
+def test_the_bound_of_a_convolution_sums_its_patches():
+    torch.manual_seed(2)
+    module = NETS["conv"]().double()
+    x, y = samples(2)
+    first = layers(objective(module, x, y), products=3)[0].activity
+    patches = F.unfold(x, 3, padding=1, stride=2).square().sum(dim=(1, 2))
+    expected = patches * curvatures(module[1:], module[0](x).detach(), y)
+    assert first.patches == pytest.approx(float(patches.mean()))
+    assert first.norm == pytest.approx(float(x.square().sum(dim=(1, 2, 3)).mean()))
+    assert first.bound == pytest.approx(float(expected.mean()), rel=1e-9)
+
+
+def test_groups_of_channels_have_patches_of_their_own_and_the_largest_counts():
+    torch.manual_seed(3)
+    module = NETS["groups"]().double()
+    x, y = samples(3)
+    padded = F.pad(x, (1, 1, 1, 1), mode="reflect")
+    patches = torch.stack([F.unfold(half, 3).square().sum(dim=(1, 2)) for half in padded.chunk(2, dim=1)])
+    found = layers(objective(module, x, y), products=3)[0].activity
+    assert found.patches == pytest.approx(float(patches.amax(dim=0).mean()))
+
+
+def test_two_samples_of_a_softmax_in_closed_form():
+    """At W = 0 the classes are equally likely: ∇²_z ℓ = (I − 11ᵀ/2)/2, and λ₁ = ½ λ_max(E[a aᵀ])."""
+    module = nn.Linear(2, 2, bias=False).double()
+    nn.init.zeros_(module.weight)
+    x, y = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64), torch.tensor([0, 1])
+    (layer,) = layers(Objective(module, F.cross_entropy, [(x, y)]), k=2, tolerance=1e-10, products=12)
+    assert layer.name == "" and layer.parameters == 4
+    assert layer.eigenvalues == pytest.approx([9 / 4, 1 / 4])
+    assert layer.trace.mean == pytest.approx(10 / 4)
+    assert layer.activity.norm == 5 and layer.activity.mean_square == 2.5
+    assert layer.activity.bound == pytest.approx(5 / 2) == layer.activity.softmax_bound
+
+
+def test_the_bound_converges_with_the_steps():
+    torch.manual_seed(4)
+    module = NETS["conv"]().double()
+    x, y = samples(4, n=100)
+    few, default, all_dimensions = (
+        [layer.activity.bound for layer in layers(objective(module, x, y), products=3, steps=steps)]
+        for steps in (4, 12, 40)
+    )
+    assert default == pytest.approx(all_dimensions, rel=1e-6)
+    assert few == pytest.approx(all_dimensions, rel=0.1)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_before_a_piecewise_linear_rest_as_many_steps_as_classes_suffice(classes):
+    torch.manual_seed(classes)
+    rest = (nn.ReLU(), nn.Linear(40, 30), nn.LeakyReLU(), nn.Linear(30, classes))
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 40), *rest).double()
+    x, _ = samples(classes)
+    f = objective(module, x, torch.arange(len(x)) % classes)
+    fewer, enough, more = (layers(f, products=3, steps=classes + more)[0].activity.bound for more in (-1, 0, 20))
+    assert enough == pytest.approx(more, rel=1e-9) != pytest.approx(fewer, rel=1e-9)
+
+
+def test_saturated_samples_have_no_curvature_and_no_nan():
+    module = nn.Linear(2, 2, bias=False)
+    nn.init.eye_(module.weight)
+    x, y = torch.tensor([[500.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 0])
+    (layer,) = layers(Objective(module, F.cross_entropy, [(x, y)]), products=3)
+    p = 1 / (1 + math.exp(-1))
+    assert layer.activity.bound == pytest.approx(p * (1 - p), rel=1e-5)
+
+
+class Odd(nn.Module):
+    """`twice` is used two times, `spare` never, `side` over the batch's transpose, `named` by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.spare, self.side = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.named, self.tied, self.frozen = nn.Linear(4, 3), nn.Linear(4, 4), nn.Linear(3, 3)
+        self.tied.weight = self.twice.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        x = x[:, 0].transpose(0, 1)
+        x = self.side(x).transpose(0, 1).mean(dim=1)
+        x = self.tied(torch.tanh(self.twice(x)))
+        return self.frozen(self.named(input=x))
+
+
+def test_where_the_bound_does_not_hold_there_is_none():
+    torch.manual_seed(0)
+    module = Odd().double()
+    x, y = samples(0)
+    found = {layer.name: layer for layer in layers(objective(module, x, y), products=3)}
+    assert list(found) == ["twice", "side", "named"]
+    assert found["twice"].activity.bound is None
+    assert found["side"].activity.bound is None
+    top = float(torch.linalg.eigvalsh(block(module, x, y, "named.weight"))[-1])
+    assert found["named"].activity.bound >= top
+    assert found["side"].activity.norm == pytest.approx(float(x[:, 0].square().sum(dim=(1, 2)).mean()))
+
+
+def test_an_objective_of_some_weights_has_their_layers_only():
+    torch.manual_seed(0)
+    module = NETS["relu"]().double()
+    f = objective(module, *samples(0))
+    assert [layer.name for layer in layers(f.of(["3.weight"]), products=3)] == ["3"]
+    with pytest.raises(RecipeError, match=r"no weight of an nn\.Linear or nn\.Conv2d"):
+        layers(f.of(["3.bias"]))
+    with pytest.raises(RecipeError, match="k = 0"):
+        layers(f, k=0)
+
+
+def test_the_module_is_left_as_it_was_and_the_seed_decides(case):
+    module, x, y = case
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    first, again = (layers(objective(module, x, y), products=6, seed=5) for _ in range(2))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert not any(m._forward_hooks for m in module.modules())
+    assert first == again

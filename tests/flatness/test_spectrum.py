@@ -1,0 +1,182 @@
+"""Trace and density from products alone, against dense float64 matrices."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+from fedflat.errors import RecipeError
+from fedflat.flatness import Hessian, Objective, trace
+from fedflat.flatness.spectrum import density, hutch_plus_plus, quadrature
+
+seeds = st.integers(0, 10_000)
+
+
+class Matrix:
+    """A dense symmetric matrix that shows only its products, and counts them."""
+
+    def __init__(self, dense):
+        self.dense, self.size, self.dtype, self.products = dense, len(dense), dense.dtype, 0
+
+    def __matmul__(self, vector):
+        self.products += 1
+        return self.dense @ vector
+
+
+def with_eigenvalues(values, seed=0):
+    chance = torch.Generator().manual_seed(seed)
+    values = torch.as_tensor(values, dtype=torch.float64)
+    basis = torch.linalg.qr(torch.randn(len(values), len(values), generator=chance, dtype=torch.float64)).Q
+    return Matrix(basis @ torch.diag(values) @ basis.T)
+
+
+def drawn(size, seed):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds, steps=st.integers(1, 6))
+def test_the_quadrature_integrates_polynomials_below_degree_twice_the_steps(seed, steps):
+    matrix, start = with_eigenvalues(drawn(12, seed), seed), drawn(12, seed + 1)
+    nodes, weights = quadrature(matrix, start, steps)
+    assert len(nodes) == matrix.products == steps
+    v = start / start.norm()
+    for degree in range(2 * steps):
+        expected = float(v @ torch.linalg.matrix_power(matrix.dense, degree) @ v)
+        assert float(weights @ nodes**degree) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_the_next_degree_is_no_longer_exact():
+    matrix, start = with_eigenvalues(range(12)), drawn(12, 1)
+    nodes, weights = quadrature(matrix, start, steps=2)
+    v = start / start.norm()
+    exact = float(v @ torch.linalg.matrix_power(matrix.dense, 4) @ v)
+    assert float(weights @ nodes**4) < 0.99 * exact
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=seeds)
+def test_with_as_many_steps_as_dimensions_the_nodes_are_the_eigenvalues(seed):
+    matrix, start = with_eigenvalues([-3, -1, 0, 0.5, 2, 4, 9], seed), drawn(7, seed + 1)
+    nodes, weights = quadrature(matrix, start, steps=100)
+    values, vectors = torch.linalg.eigh(matrix.dense)
+    torch.testing.assert_close(nodes, values, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(weights, (vectors.T @ start / start.norm()).square(), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("values", "distinct"), [([0.0] * 9, [0.0]), ([2.0] * 9, [2.0]), ([0.0] * 6 + [1.0, 5.0, 5.0], [0.0, 1.0, 5.0])]
+)
+def test_it_stops_where_the_krylov_space_ends(values, distinct):
+    matrix = with_eigenvalues(values)
+    nodes, weights = quadrature(matrix, drawn(9, 1), steps=9)
+    torch.testing.assert_close(nodes, torch.tensor(distinct, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    assert float(weights.sum()) == pytest.approx(1)
+    assert matrix.products == len(distinct)
+
+
+def test_a_far_eigenvalue_comes_once_and_not_again_as_a_ghost():
+    matrix = with_eigenvalues([*torch.linspace(0, 1, 99).tolist(), 1000.0])
+    nodes, weights = quadrature(matrix, drawn(100, 1), steps=60)
+    assert int((nodes > 2).sum()) == 1
+    assert float(nodes[-1]) == pytest.approx(1000.0)
+    assert float(weights.sum()) == pytest.approx(1)
+
+
+def test_a_density_is_that_of_the_eigenvalues():
+    values = drawn(300, 0).square()
+    found = density(with_eigenvalues(values), steps=40, probes=10)
+    assert found.moment(0) == pytest.approx(1)
+    assert found.moment(2) == pytest.approx(float(values.square().mean()), rel=0.15)
+    assert found.products == 400 and found.size == 300
+    grid = torch.linspace(-2, 12, 2001, dtype=torch.float64)
+    smooth = found.on(grid, width=0.3)
+    kernels = torch.distributions.Normal(values, 0.3).log_prob(grid[:, None]).exp()
+    assert float(torch.trapezoid(smooth, grid)) == pytest.approx(1, abs=1e-6)
+    assert float(torch.trapezoid((smooth - kernels.mean(dim=1)).abs(), grid)) < 0.06
+
+
+def test_a_single_eigenvalue_is_one_normal_peak():
+    found = density(with_eigenvalues([3.0] * 5), steps=4, probes=2)
+    peak = found.on(torch.tensor([3.0, 3.5]), width=0.5) * 0.5 * math.sqrt(2 * math.pi)
+    torch.testing.assert_close(peak, torch.tensor([1.0, math.exp(-0.5)], dtype=torch.float64))
+
+
+def test_the_densitys_trace_lies_within_its_error_and_falls_with_the_probes():
+    matrix = with_eigenvalues(drawn(200, 3).exp())
+    few, many = (density(matrix, steps=5, probes=probes).trace for probes in (5, 80))
+    assert abs(many.mean - float(matrix.dense.trace())) < 4 * many.error
+    assert 0 < many.error < few.error
+
+
+def test_the_seed_decides_and_nothing_else():
+    matrix = with_eigenvalues(drawn(30, 0))
+    one, again, other = (density(matrix, steps=5, probes=2, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one.nodes[0], again.nodes[0]) and not torch.equal(one.nodes[0], one.nodes[1])
+    assert not torch.equal(one.nodes[0], other.nodes[0])
+    assert hutch_plus_plus(matrix, 9, seed=1) == hutch_plus_plus(matrix, 9, seed=1) != hutch_plus_plus(matrix, 9, 2)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=seeds, rank=st.integers(0, 5))
+def test_hutch_plus_plus_is_exact_up_to_the_rank_of_its_sketch(seed, rank):
+    values = [*drawn(rank, seed).tolist(), *[0.0] * (40 - rank)]
+    estimate = hutch_plus_plus(with_eigenvalues(values, seed), products=15, seed=seed)
+    assert estimate.mean == pytest.approx(sum(values), abs=1e-8)
+    assert estimate.error < 1e-8
+
+
+def test_hutch_plus_plus_is_exact_in_few_dimensions():
+    assert hutch_plus_plus(with_eigenvalues([1.0, 2.0, -7.0]), products=30).mean == pytest.approx(-4)
+
+
+def test_hutch_plus_plus_is_unbiased_and_its_error_is_that_of_its_seeds():
+    matrix = with_eigenvalues([100 / (i + 1) ** 2 for i in range(60)])
+    estimates = [hutch_plus_plus(matrix, products=24, seed=seed) for seed in range(200)]
+    assert matrix.products == 200 * 24
+    means = torch.tensor([e.mean for e in estimates], dtype=torch.float64)
+    spread = float(means.std())
+    assert abs(float(means.mean()) - float(matrix.dense.trace())) < 4 * spread / math.sqrt(200)
+    typical = math.sqrt(sum(e.error**2 for e in estimates) / 200)
+    assert spread == pytest.approx(typical, rel=0.2)
+
+
+def test_hutch_plus_plus_beats_hutchinson_where_few_eigenvalues_hold_the_trace():
+    matrix = with_eigenvalues([100 / (i + 1) ** 2 for i in range(200)])
+    assert hutch_plus_plus(matrix, products=30).error < trace(matrix, probes=30).error / 5
+
+
+def test_too_few_products_are_named():
+    with pytest.raises(RecipeError, match="products = 2 is too few"):
+        hutch_plus_plus(with_eigenvalues([1.0] * 5), products=2)
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"probes": 0}])
+def test_a_density_of_nothing_is_refused(wrong):
+    with pytest.raises(RecipeError, match=r"density: .* must be at least 1"):
+        density(with_eigenvalues([1.0] * 5), **wrong)
+
+
+def test_the_hessian_of_a_convolutional_net():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
+    x, y = torch.randn(20, 2, 4, 4, dtype=torch.float64), torch.randint(0, 3, (20,))
+    parameters = {n: p.detach() for n, p in module.named_parameters()}
+    sizes = [p.numel() for p in parameters.values()]
+
+    def loss(vector):
+        views = (v.view_as(p) for v, p in zip(vector.split(sizes), parameters.values(), strict=True))
+        return F.cross_entropy(functional_call(module, dict(zip(parameters, views, strict=True)), (x,)), y)
+
+    dense = torch.func.hessian(loss)(torch.cat([p.reshape(-1) for p in parameters.values()]))
+    hessian = Hessian(Objective(module, F.cross_entropy, [(x[:8], y[:8]), (x[8:], y[8:])]))
+    nodes = density(hessian, probes=1).nodes[0]
+    top = torch.linalg.eigvalsh(dense)
+    assert float(nodes[-1]) == pytest.approx(float(top[-1])) and float(nodes[0]) == pytest.approx(float(top[0]))
+    estimate = hutch_plus_plus(hessian, products=60)
+    assert abs(estimate.mean - float(dense.trace())) < 4 * estimate.error + 1e-9
