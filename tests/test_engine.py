@@ -1,7 +1,9 @@
 """The same numbers to the bit on every engine, for any number of workers and any order of clients."""
 
 import hashlib
+import os
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,3 +150,21 @@ def test_workers_that_were_spawned_do_what_forked_ones_do(digits):
                 state, _ = conduct(problem, Server(), state, engine, cohort)
         weights.append(state.weights)
     assert torch.equal(*weights)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_memory_and_open_files_do_not_grow_over_the_rounds(digits):
+    problem = Problem(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), parse("scaffold"), Local())
+    server, state = Server(cohort=5), first_state(problem)
+    with closing(pool.Pool(problem, state, slots=5, workers=2)) as engine:
+        seen = []
+        for round in range(240):
+            state, _ = conduct(problem, server, state, engine, [(round + i) % digits.clients for i in range(5)])
+            if round in (80, 239):
+                family = [os.getpid(), *(process.pid for _, process in engine._workers.values())]
+                pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in family)
+                files = sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in family)
+                seen.append((pages * os.sysconf("SC_PAGE_SIZE") / 2**20, files))
+    (before, open_before), (after, open_after) = seen
+    assert after - before < 4, "MB, of three processes together"
+    assert open_after == open_before

@@ -24,8 +24,8 @@ def bowl(curvature, floor=0.1, dimensions=2, span=1.0, points=9):
 def drawn(monkeypatch, tmp_path):
     """Draws the landscapes; gives the figure and the size of its PNG file."""
     figures = []
-    save = terrain._save
-    monkeypatch.setattr(terrain, "_save", lambda figure, path: (figures.append(figure), save(figure, path)))
+    save = terrain.save_figure
+    monkeypatch.setattr(terrain, "save_figure", lambda figure, path: (figures.append(figure), save(figure, path)))
 
     def draw(**landscapes):
         path = tmp_path / "terrain.png"

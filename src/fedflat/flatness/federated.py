@@ -31,8 +31,8 @@ class Portion:
     def of(self, federation: Federation, client: int) -> Tensor:
         """The indices of one client's samples."""
         shard = federation.shards[client]
-        total = federation.size("train") if not self.samples else min(self.samples, federation.size("train"))
-        count = max(1, min(len(shard), round(federation.share(client) * total / federation.clients)))
+        held = sum(map(len, federation.shards))
+        count = max(1, round(len(shard) * min(self.samples or held, held) / held))
         order = torch.randperm(len(shard), generator=generator(self.seed, "flatness", client=client))
         return shard[order[:count].sort().values]
 

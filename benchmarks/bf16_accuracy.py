@@ -1,0 +1,42 @@
+"""What bfloat16 does to accuracy: FedAvg on CIFAR-10 in float32 and in bf16, three seeds each.
+
+    FEDFLAT_DATA=… python benchmarks/bf16_accuracy.py [--rounds 20]
+
+100 clients (LDA 0.5), 10 a round, the FedAvg-CNN, one local epoch. A seed changes the initial weights, the cohorts and
+the batches, not the split. Exits 1 if the mean accuracy in bf16 lies outside of the float32 seeds' range.
+"""
+
+import argparse
+import sys
+
+from fedflat.recipe import load
+from fedflat.run import execute, prepare
+
+SEEDS = (0, 1, 2)
+
+
+def accuracy(precision: str, seed: int, rounds: int) -> float:
+    overrides = [
+        f"seed={seed}", f"precision={precision}", "data=cifar10", "split=lda", "split.clients=100", "split.alpha=0.5",
+        "split.seed=0", "model=fedavg-cnn", "local.epochs=1", "local.batch=50", "local.lr=0.05", "local.momentum=0.9",
+        "server.cohort=10", f"server.rounds={rounds}", "evaluation.every=0",
+    ]  # fmt: skip
+    return execute(*prepare(load(None, overrides))).accuracy
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    found = {
+        precision: [accuracy(precision, seed, options.rounds) for seed in SEEDS] for precision in ("float32", "bf16")
+    }
+    print(f"| precision | {' | '.join(f'seed {seed}' for seed in SEEDS)} | mean |\n{'|---' * (len(SEEDS) + 2)}|")
+    for precision, values in found.items():
+        print(f"| {precision} | {' | '.join(f'{v:.4f}' for v in values)} | {sum(values) / len(values):.4f} |")
+    mean = sum(found["bf16"]) / len(SEEDS)
+    return 0 if min(found["float32"]) <= mean <= max(found["float32"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

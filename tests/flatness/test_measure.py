@@ -1,0 +1,141 @@
+"""All numbers about one minimum: each is what its own function says, and the record can be written as JSON."""
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedflat.cli.flatness import _plain
+from fedflat.flatness import (
+    Hessian,
+    Objective,
+    Spectrum,
+    Trace,
+    adaptive_sharpness,
+    ascent_sharpness,
+    average_sharpness,
+    capacity,
+    density,
+    hutch_plus_plus,
+    layers,
+    measure,
+    spectrum,
+    top_eigenvalues,
+    trace,
+    weight_norm,
+)
+
+
+def linear():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 10))
+
+
+def convolutional():
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 10)
+    )
+
+
+@pytest.fixture(params=[linear, convolutional])
+def objective(digits, request):
+    torch.manual_seed(0)
+    batches = [digits.held_out("train", start, start + 60) for start in (0, 60)]
+    return Objective(request.param(), F.cross_entropy, batches)
+
+
+def test_each_number_is_that_of_its_own_function(objective):
+    found = measure(objective, k=3, probes=4, rho=0.1, adaptive_rho=0.3, seed=7)
+    average = average_sharpness(objective, 0.1, seed=7)
+    eigen = top_eigenvalues(Hessian(objective), 3, seed=7)
+    assert found.samples == 120
+    assert found.loss == objective.value()
+    assert found.spectrum.eigenvalues == eigen.values.tolist()
+    assert found.spectrum.residuals == eigen.residuals.tolist()
+    assert found.spectrum.ratio == pytest.approx(eigen.ratio)
+    assert found.spectrum.trace == trace(Hessian(objective), 4, seed=7)
+    assert found.spectrum.trace_plus_plus == hutch_plus_plus(Hessian(objective), 4, seed=7)
+    assert found.ascent_sharpness == ascent_sharpness(objective, 0.1)
+    assert (found.average_sharpness, found.average_sharpness_error) == (average.mean, average.error)
+    assert found.adaptive_sharpness == adaptive_sharpness(objective, 0.3)
+    assert found.weight_norm == weight_norm(objective.module)
+    assert found.log10_capacity == capacity(objective.module, objective.batches[0][0]).log10
+
+
+def test_all_products_are_counted_and_none_of_them_crosses_a_wire(objective):
+    hessian = Hessian(objective)
+    seen = spectrum(hessian, k=2, probes=4, steps=6)
+    lanczos = top_eigenvalues(Hessian(objective), 2).products
+    residuals, plain, better, quadrature = 2, 4, 4, 6
+    assert seen.products == hessian.products == lanczos + residuals + plain + better + quadrature
+    assert seen.bytes == 0
+
+
+def test_density_and_layers_are_made_only_if_asked_for(objective):
+    plain = measure(objective, k=1, probes=3)
+    assert (plain.layers, plain.spectrum.density) == ([], None)
+    full = measure(objective, k=1, probes=3, by_layer=True, steps=8, seed=2)
+    assert full.layers == layers(objective, seed=2)
+    expected = density(Hessian(objective), 8, probes=1, seed=2)
+    assert torch.equal(full.spectrum.density.nodes[0], expected.nodes[0])
+    assert torch.equal(full.spectrum.density.weights[0], expected.weights[0])
+    # The largest node of the quadrature is a Ritz value: it never lies above λ₁.
+    assert float(expected.nodes[0].max()) <= full.spectrum.eigenvalues[0] * (1 + 1e-5)
+
+
+def test_a_density_takes_no_more_steps_than_there_are_dimensions():
+    x = torch.randn(30, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    module = nn.Linear(3, 1, bias=False).double()
+    objective = Objective(module, lambda z, y: 0.5 * (z - y).square().mean(), [(x, x[:, :1])])
+    seen = spectrum(Hessian(objective), k=3, probes=2, steps=100)
+    expected = torch.linalg.eigvalsh(x.T @ x / 30)
+    torch.testing.assert_close(seen.density.nodes[0], expected)
+    torch.testing.assert_close(torch.tensor(seen.eigenvalues, dtype=torch.float64), expected.flip(0))
+    assert seen.ratio == pytest.approx(float(expected[2] / expected[0]))
+
+
+def test_the_ratio_is_that_of_the_first_and_the_last_eigenvalue():
+    def of(*values):
+        return Spectrum(list(values), [0.0] * len(values), Trace(1, 0, 1), Trace(1, 0, 1), products=1).ratio
+
+    assert of(6.0, 3.0, 1.5) == 4.0
+    assert of(6.0) == 1.0
+    assert of(6.0, -2.0) == -3.0
+    assert math.isnan(of(6.0, 0.0))
+
+
+def test_measuring_leaves_the_model_where_it_was_to_the_bit(objective):
+    before = {name: tensor.clone() for name, tensor in objective.module.state_dict().items()}
+    measure(objective, k=1, probes=3, by_layer=True, steps=3)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in objective.module.state_dict().items())
+
+
+def test_the_same_seed_repeats_the_numbers_and_another_changes_only_what_is_drawn(objective):
+    first, again, other = (measure(objective, k=1, probes=3, seed=seed) for seed in (0, 0, 1))
+    assert first == again
+    assert first.spectrum.trace != other.spectrum.trace
+    assert first.average_sharpness != other.average_sharpness
+    assert first.spectrum.eigenvalues == pytest.approx(other.spectrum.eigenvalues, rel=1e-4)
+    assert (first.loss, first.ascent_sharpness) == (other.loss, other.ascent_sharpness)
+
+
+def test_the_record_becomes_json_with_every_number(objective):
+    found = measure(objective, k=2, probes=3, by_layer=True, steps=4)
+    read = json.loads(json.dumps(_plain(asdict(found)), allow_nan=False))
+    assert read["spectrum"]["eigenvalues"] == found.spectrum.eigenvalues
+    assert read["spectrum"]["trace"]["mean"] == found.spectrum.trace.mean
+    assert read["spectrum"]["density"]["nodes"] == [nodes.tolist() for nodes in found.spectrum.density.nodes]
+    assert [layer["name"] for layer in read["layers"]] == [layer.name for layer in found.layers]
+    assert read["layers"][0]["activity"]["bound"] == found.layers[0].activity.bound
+
+
+def test_what_is_not_finite_becomes_null_in_json():
+    assert _plain({"a": math.inf, "b": (math.nan, torch.tensor([1.5, -math.inf])), "c": None, "d": "x"}) == {
+        "a": None,
+        "b": [None, [1.5, None]],
+        "c": None,
+        "d": "x",
+    }
