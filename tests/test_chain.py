@@ -55,6 +55,14 @@ def test_anything_else_is_left_to_autograd(module):
     assert Chain.of(module) is None
 
 
+def test_a_layer_that_is_used_twice_is_left_to_autograd():
+    shared = nn.Linear(3, 3)
+    assert Chain.of(nn.Sequential(shared, nn.ReLU(), shared, nn.ReLU(), nn.Linear(3, 2))) is None
+    tied = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    tied[1].weight = tied[0].weight
+    assert Chain.of(nn.Sequential(tied[0], nn.ReLU(), tied[1])) is None
+
+
 def test_frozen_layers_and_hooks_are_left_to_autograd():
     module = layers([3, 4, 2])
     assert Chain.of(module) is not None

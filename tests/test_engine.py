@@ -1,7 +1,9 @@
 """The same numbers to the bit on every engine, for any number of workers and any order of clients."""
 
+import fcntl
 import hashlib
 import os
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -9,14 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedflat import FedflatError, federate, models, train
-from fedflat.client import Problem
+from fedflat import Dataset, Federation, FedflatError, Samples, federate, models, train
+from fedflat.client import Brief, Problem
 from fedflat.engine import pool
 from fedflat.errors import TrainingError
 from fedflat.methods import parse
 from fedflat.recipe import Local, Server
 from fedflat.server import conduct, first_state
 from fedflat.vector import Network
+
+F_SETPIPE_SZ = 1031
 
 
 def fingerprint(result):
@@ -107,6 +111,8 @@ def test_batch_norm_statistics_are_averaged_or_kept_or_refused(digits):
 
     averaged = train(digits, net(), rounds=2, cohort=4, batch=0, engine="inline")
     pooled = train(digits, net(), rounds=2, cohort=4, batch=0, engine="pool", workers=2)
+    both = [run.model.state_dict() for run in (averaged, pooled)]
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0]), "also what counts the batches"
     assert torch.equal(averaged.model[2].running_mean, pooled.model[2].running_mean)
     assert not torch.equal(averaged.model[2].running_mean, torch.zeros(8))
     up, down = (averaged.history[0][key] for key in ("bytes_up", "bytes_down"))
@@ -168,3 +174,44 @@ def test_memory_and_open_files_do_not_grow_over_the_rounds(digits):
     (before, open_before), (after, open_after) = seen
     assert after - before < 4, "MB, of three processes together"
     assert open_after == open_before
+
+
+def test_a_pool_whose_round_was_given_up_says_so_instead_of_mixing_rounds(digits):
+    problem = Problem(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), parse("fedavg"), Local())
+    state = first_state(problem)
+    with closing(pool.Pool(problem, state, slots=6, workers=2)) as engine:
+        next(engine.turns(Brief(0, 0.1, problem.method.send(state)), range(6)))
+        with pytest.raises(TrainingError, match="given up half-way; start a new engine"):
+            conduct(problem, Server(), state, engine, [0, 1])
+
+
+def test_workers_that_died_between_two_rounds_are_an_error_and_not_a_traceback(digits):
+    problem = Problem(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), parse("fedavg"), Local())
+    state = first_state(problem)
+    with closing(pool.Pool(problem, state, slots=2, workers=1)) as engine:
+        state, _ = conduct(problem, Server(), state, engine, [0, 1])
+        ((number, process),) = engine._workers.values()
+        while int(engine._shared.busy[0][number]):
+            time.sleep(0.01)
+        process.kill()
+        process.join()
+        with pytest.raises(TrainingError, match="between two tasks: its worker process died with exit code -9"):
+            conduct(problem, Server(), state, engine, [0, 1])
+
+
+def test_more_tasks_than_the_pipe_holds_are_laid_as_it_empties(digits):
+    problem = Problem(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=())), parse("fedavg"), Local(steps=1))
+    cohort = [i % digits.clients for i in range(600)]
+    with closing(pool.Pool(problem, first_state(problem), slots=600, workers=2)) as engine:
+        fcntl.fcntl(engine._tasks.fileno(), F_SETPIPE_SZ, 4096)
+        brief = Brief(0, 0.1, problem.method.send(first_state(problem)))
+        assert len(list(engine.turns(brief, cohort))) == 600
+
+
+def test_soft_labels_go_one_by_one(digits):
+    soft = torch.nn.functional.one_hot(digits.dataset.train.labels, 10).float()
+    data = digits.dataset
+    samples = Samples(data.train.inputs, soft)
+    federation = Federation(Dataset("soft", samples, samples, 10, data.mean, data.std), digits.shards)
+    runs = [train(federation, rounds=1, cohort=8, engine="inline", group=group) for group in (1, 4)]
+    assert fingerprint(runs[0])[0] == fingerprint(runs[1])[0]

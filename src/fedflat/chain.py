@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 aten = torch.ops.aten
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 MEAN, IGNORED = 1, -100  # the defaults of torch's cross-entropy
 
 
@@ -33,16 +34,17 @@ class Chain:
 
     @classmethod
     def of(cls, module: nn.Module) -> Chain | None:
-        """The module as a chain, or None if it has other layers, frozen ones, or hooks that must be run."""
+        """The module as a chain, or None if it has other, shared or frozen layers, or hooks that must be run."""
         layers = list(module) if type(module) is nn.Sequential else []
         if layers and type(layers[0]) is nn.Flatten and (layers[0].start_dim, layers[0].end_dim) == (1, -1):
             layers = layers[1:]
         linear = [layer for layer in layers[::2] if type(layer) is nn.Linear]
         between = [layer for layer in layers[1::2] if type(layer) is nn.ReLU]
         plain = len(linear) == len(between) + 1 and len(linear) + len(between) == len(layers)
-        hooked = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in module.modules())
+        hooked = any(getattr(m, kind) for m in module.modules() for kind in HOOKS)
         trained = all(parameter.requires_grad for parameter in module.parameters())
-        return cls(linear) if plain and trained and not hooked else None
+        shared = sum(len(list(layer.parameters())) for layer in linear) != len(list(module.parameters()))
+        return cls(linear) if plain and trained and not hooked and not shared else None
 
     def gradient(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """The mean cross-entropy of a batch; its gradient is left in the parameters' `.grad`."""

@@ -133,12 +133,14 @@ class Worker:
 
     def turns(self, brief: Brief, clients: Sequence[int], memories: Sequence[Vectors | None]) -> list[Upload]:
         """The rounds of several clients, in common steps if their rules allow it and one by one if not."""
-        plans = [self._plan(brief, client, memory) for client, memory in zip(clients, memories, strict=True)]
+        problem, named = self.problem, list(zip(clients, memories, strict=True))
+        soft = problem.federation.dataset.train.labels.is_floating_point()
+        if len(clients) == 1 or problem.loss is not F.cross_entropy or soft or problem.federation.augment.draws:
+            return [self.turn(brief, client, memory) for client, memory in named]
+        plans = [self._plan(brief, client, memory) for client, memory in named]
         rules = [rule for _, rule in plans]
-        problem = self.problem
-        alike = problem.loss is F.cross_entropy and not problem.federation.augment.draws
-        if len(clients) == 1 or not alike or not can_share(problem.network, rules):
-            return [self.turn(brief, client, memory) for client, memory in zip(clients, memories, strict=True)]
+        if not can_share(problem.network, rules):
+            return [self.turn(brief, client, memory) for client, memory in named]
         orders = [self._order(brief, client) for client in clients]
         steps = [rule.steps for rule in rules]
         batches = problem.federation.batches_together(clients, problem.local.batch, steps, orders)

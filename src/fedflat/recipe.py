@@ -213,7 +213,7 @@ def _preset(name: Any) -> dict[str, Any]:
 
 # What a section keeps when another name is put into it; the rest are options of the old name.
 LASTING = {"data": {"dir", "crop", "crop_probability", "crop_fill", "flip", "cutout"}, "split": {"clients", "seed"},
-           "model": {"buffers"}, "engine": {"workers", "group"}}  # fmt: skip
+           "model": {"buffers"}, "engine": {"workers", "device", "group"}}  # fmt: skip
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -182,7 +182,8 @@ def _in_full(recipe: Recipe, problem: Problem) -> Recipe:
     table = recipe.model_dump(exclude_none=True)
     for section, filled in ("data", data), ("split", split), ("model", model):
         table[section] |= filled
-    return validated(table | {"engine": {"name": kind, "workers": workers, "group": problem.group}})
+    engine = {"name": kind, "workers": workers, "device": recipe.engine.device, "group": problem.group}
+    return validated(table | {"engine": engine})
 
 
 def _defaults(function: Callable[..., Any], given: Record) -> Record:
@@ -268,6 +269,7 @@ def execute(
                 callback(record)
     problem.network.weights.copy_(problem.method.shown(state))
     problem.network.buffers.copy_(state.buffers)
+    problem.network.reset_counters()
     problem.network.module.eval()
     if folder:
         folder.finish(problem.network, summary(history, recipe))

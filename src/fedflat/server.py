@@ -117,7 +117,7 @@ def _measured(
 ) -> dict[str, float]:
     """What the recipe wants to know of the round's local models."""
     wanted: list[str] = [name for name in watch.measures if name in MEASURES]
-    moved = after.weights - sent if wanted else sent
+    moved = after.weights - sent
     found = {name: MEASURES[name](uploads, moved) for name in wanted}
     return found | _local_accuracy(engine, before, uploads, sent, watch) if "local" in watch.measures else found
 
@@ -129,7 +129,7 @@ def _local_accuracy(
     start = engine.score(replace(before, weights=sent), watch.on, watch.batch).accuracy
     ends = []
     for upload in uploads:
-        buffers = upload.vectors.get("buffers", before.buffers)
+        buffers = {**upload.vectors, **upload.memory}.get("buffers", before.buffers)
         local = replace(before, weights=sent + upload.delta, buffers=buffers)
         ends.append(engine.score(local, watch.on, watch.batch).accuracy)
     mean = sum(ends) / len(ends)

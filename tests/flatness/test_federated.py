@@ -87,7 +87,7 @@ def test_a_product_is_that_of_the_pooled_samples(digits, build, start, dtype, to
     v = probe(state)
     expected = Hessian(PORTION.pooled(problem)) @ v
     with start(problem, state, HessianProduct(PORTION)) as engine:
-        found = FederatedHessian(engine, state, problem.federation, PORTION) @ v
+        found = FederatedHessian(engine, state, problem, PORTION) @ v
     assert found.dtype == dtype
     assert float((found - expected).norm() / expected.norm()) < tolerance
 
@@ -98,7 +98,7 @@ def test_for_least_squares_it_is_the_matrix_of_all_inputs_whatever_the_clients_s
     state, portion = first_state(problem), Portion(samples=0)
     x = federation.dataset.train.inputs
     with inline(problem, state, HessianProduct(portion)) as engine:
-        hessian = FederatedHessian(engine, state, federation, portion)
+        hessian = FederatedHessian(engine, state, problem, portion)
         columns = torch.stack([hessian @ unit for unit in torch.eye(3, dtype=torch.float64)])
     torch.testing.assert_close(columns, x.T @ x / 80, rtol=1e-13, atol=1e-14)
 
@@ -109,7 +109,7 @@ def test_engines_workers_and_slots_do_not_change_a_bit(digits):
     products = []
     for start in (inline, pool(1, 8), pool(2, 8), pool(3, 8), pool(2, 3), pool(1, 1)):
         with start(problem, state, HessianProduct(PORTION)) as engine:
-            hessian = FederatedHessian(engine, state, problem.federation, PORTION)
+            hessian = FederatedHessian(engine, state, problem, PORTION)
             products.append(torch.stack([hessian @ probe(state, seed) for seed in range(3)]))
     assert all(torch.equal(product, products[0]) for product in products[1:])
 
@@ -119,7 +119,7 @@ def test_eigenvalues_and_traces_are_those_of_the_pooled_hessian(case, start):
     problem, state = case
     pooled = Hessian(PORTION.pooled(problem))
     with start(problem, state, HessianProduct(PORTION)) as engine:
-        federated = FederatedHessian(engine, state, problem.federation, PORTION)
+        federated = FederatedHessian(engine, state, problem, PORTION)
         for measured in (
             lambda operator: top_eigenvalues(operator, k=3, tolerance=1e-8).values,
             lambda operator: torch.tensor(trace(operator, probes=5, seed=2).mean),
@@ -134,7 +134,7 @@ def test_every_product_crosses_once_each_way_for_each_client(digits, dtype, widt
     problem = problem_of(digits, mlp(), dtype)
     state = first_state(problem)
     with inline(problem, state, HessianProduct(PORTION)) as engine:
-        hessian = FederatedHessian(engine, state, problem.federation, PORTION)
+        hessian = FederatedHessian(engine, state, problem, PORTION)
         assert (hessian.products, hessian.bytes) == (0, 0)
         hessian @ probe(state)
         d = 64 * 8 + 8 + 8 * 10 + 10
@@ -153,7 +153,7 @@ def test_the_product_is_about_the_states_model_whatever_the_network_holds(digits
     problem.network.buffers.fill_(1.0)
     for start in (inline, pool(workers=1, slots=2)):
         with start(problem, state, HessianProduct(PORTION)) as engine:
-            found = FederatedHessian(engine, state, problem.federation, PORTION) @ v
+            found = FederatedHessian(engine, state, problem, PORTION) @ v
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -161,9 +161,9 @@ def test_batch_statistics_are_used_and_not_moved(digits):
     problem = problem_of(digits, normalised())
     state = first_state(problem)
     with inline(problem, state, HessianProduct(PORTION)) as engine:
-        hessian = FederatedHessian(engine, state, problem.federation, PORTION)
+        hessian = FederatedHessian(engine, state, problem, PORTION)
         first, again = hessian @ probe(state), hessian @ probe(state)
-        other = FederatedHessian(engine, replace(state, buffers=state.buffers + 1), problem.federation, PORTION)
+        other = FederatedHessian(engine, replace(state, buffers=state.buffers + 1), problem, PORTION)
         assert not torch.allclose(other @ probe(state), first)
     assert torch.equal(first, again)
     assert torch.equal(state.buffers, first_state(problem_of(digits, normalised())).buffers)
@@ -204,7 +204,7 @@ def test_an_engine_without_a_question_says_so(case):
     problem, state = case
     for start, error in ((inline, RuntimeError), (pool(1, 2), TrainingError)):
         with start(problem, state) as engine, pytest.raises(error, match="without a question"):
-            FederatedHessian(engine, state, problem.federation, PORTION) @ state.weights
+            FederatedHessian(engine, state, problem, PORTION) @ state.weights
 
 
 def test_a_pool_can_be_asked_and_trained_and_scored_in_turn(case):
@@ -214,7 +214,7 @@ def test_a_pool_can_be_asked_and_trained_and_scored_in_turn(case):
         state = begun
         with start(problem, state, HessianProduct(PORTION)) as engine:
             for cohort in ([0, 3, 5], [1, 3]):
-                product = FederatedHessian(engine, state, problem.federation, PORTION) @ probe(state)
+                product = FederatedHessian(engine, state, problem, PORTION) @ probe(state)
                 state, _ = conduct(problem, Server(), state, engine, cohort)
             ends.append((state.weights, product, engine.score(state, "test", 100).loss))
     assert torch.equal(ends[0][0], ends[1][0])
@@ -282,6 +282,19 @@ def test_the_pooled_objective_and_the_federated_operator_count_the_same_samples(
     for samples in (0, 1, 300, 10_000):
         portion = Portion(samples)
         with inline(problem, state, HessianProduct(portion)) as engine:
-            counted = FederatedHessian(engine, state, problem.federation, portion).samples
+            counted = FederatedHessian(engine, state, problem, portion).samples
         assert counted == portion.pooled(problem).samples
         assert counted == {0: 1442, 1: 8, 10_000: 1442}.get(samples, counted)
+
+
+def test_frozen_parameters_are_left_out_as_in_the_pooled_hessian(digits):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
+    module[1].weight.requires_grad_(False)
+    problem = Problem(digits.to(torch.float64), Network(module, torch.float64), parse("fedavg"), Local())
+    state, portion = first_state(problem), Portion(samples=200)
+    with closing(Inline(problem, HessianProduct(portion))) as engine:
+        federated, pooled = FederatedHessian(engine, state, problem, portion), Hessian(portion.pooled(problem))
+        v = torch.randn(pooled.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        assert federated.size == pooled.size
+        torch.testing.assert_close(federated @ v, pooled @ v, rtol=1e-10, atol=1e-12)

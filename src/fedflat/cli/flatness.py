@@ -42,7 +42,7 @@ def flatness(
     runs: Runs,
     k: Annotated[int, typer.Option(help="how many eigenvalues", min=1, max=100)] = 5,
     samples: Samples = 1000,
-    probes: Annotated[int, typer.Option(help="random probes of the traces", min=2)] = 12,
+    probes: Annotated[int, typer.Option(help="random probes of the traces", min=5)] = 12,
     rho: Annotated[float, typer.Option(help="radius of the sharpness measures", min=0)] = 0.05,
     adaptive_rho: Annotated[float, typer.Option(help="radius of the adaptive one", min=0)] = 0.5,
     layers: Annotated[bool, typer.Option("--layers", help="every layer, with its activations and MAN's bound")] = False,
@@ -54,10 +54,13 @@ def flatness(
     as_json: JsonOption = False,
 ) -> None:
     """Spectrum and trace of the Hessian, sharpness and norms of the global models of finished runs."""
+    from fedflat.errors import RecipeError
     from fedflat.flatness import FederatedHessian, HessianProduct, Portion, measure, spectrum
     from fedflat.run import load_run, start_engine
     from fedflat.server import first_state
 
+    if federated and layers:
+        raise RecipeError("--layers cannot be measured with --federated; leave one of them out")
     portion, rows = Portion(samples, seed), list[dict[str, Any]]()
     for run in _checked(runs):
         with err.status(f"{run}: measuring"):
@@ -65,7 +68,7 @@ def flatness(
             if federated:
                 state = first_state(problem)
                 with closing(start_engine(problem, recipe, state, HessianProduct(portion))) as engine:
-                    operator = FederatedHessian(engine, state, problem.federation, portion)
+                    operator = FederatedHessian(engine, state, problem, portion)
                     seen = spectrum(operator, k, probes, steps=density, seed=seed)
                 found = {"samples": operator.samples, "spectrum": {**asdict(seen), "ratio": seen.ratio}}
             else:
@@ -77,8 +80,9 @@ def flatness(
         return
     from fedflat.report.flatness import flatness_table, layer_table
 
-    out.print(flatness_table(rows, f"Hessian, sharpness and norms: {MEASURED.format(samples=rows[0]['samples'])}"))
-    for row in rows if layers and not federated else ():
+    what = "Hessian, by products of the clients" if federated else "Hessian, sharpness and norms"
+    out.print(flatness_table(rows, f"{what}: {MEASURED.format(samples=rows[0]['samples'])}"))
+    for row in rows if layers else ():
         out.print(layer_table(row))
 
 
@@ -95,10 +99,13 @@ def landscape(
     as_json: JsonOption = False,
 ) -> None:
     """The loss around the global models of finished runs, on one grid; arrays to RUN/landscape-PLANE.npz."""
+    from fedflat.errors import RecipeError
     from fedflat.flatness import Hessian, Portion, eigen_plane, filter_normalised, top_eigenvalues
     from fedflat.flatness import landscape as walk
     from fedflat.run import load_run
 
+    if not 0 < span < math.inf:
+        raise RecipeError(f"--span {span}: it must be a positive number")
     found = {}
     for run in _checked(runs):
         problem, _ = load_run(run)
@@ -161,7 +168,8 @@ def duality(
         test = federation.held_out("test", 0, federation.size("test"))
         for name in layer or [n for n in layers_of(module) if isinstance(module.get_submodule(n), nn.Linear)]:
             with err.status(f"{run}: {name}"):
-                result = analyse(module, problem.loss, train, test, name, k, direction.value, pairs, samples, seed=seed)
+                some = samples or len(train[1])
+                result = analyse(module, problem.loss, train, test, name, k, direction.value, pairs, some, seed=seed)
             results[f"{run} {name}"] = result
             derived = {"remainder": result.remainder, "spread": result.spread, "participation": result.participation}
             rows.append({"run": str(run), "method": recipe.method, **asdict(result), **derived})
@@ -191,10 +199,10 @@ def _joined(batches: list[tuple[Any, Any]]) -> tuple[Any, Any]:
 
 def _checked(runs: list[Path]) -> list[Path]:
     """The runs, once all of them can be read: nothing is measured before that."""
-    from fedflat.folder import read_run
+    from fedflat.run import load_run
 
     for run in runs:
-        read_run(run)
+        load_run(run)
     return runs
 
 

@@ -45,7 +45,9 @@ class Inline:
 
     def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         for client in clients:
-            yield client, self._worker.answer(state.weights, state.buffers, client, vector)
+            with one_thread():
+                answer = self._worker.answer(state.weights, state.buffers, client, vector)
+            yield client, answer
 
     def close(self) -> None:
         self._scratch.close()

@@ -6,6 +6,8 @@ import os
 import signal
 import struct
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial, reduce
@@ -31,7 +33,6 @@ Numbers = dict[str, Any]
 # Forked workers begin at once with torch and the data in place; where forking is not safe they import and map them.
 START = "fork" if sys.platform == "linux" else "spawn"
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
-AHEAD = 1000  # tasks in the pipe at a time: what it holds without blocking the server
 
 
 class Task(NamedTuple):
@@ -83,6 +84,8 @@ class Pool:
         self._shared = Shared(self._scratch, problem, state, slots, workers)
         context: Any = get_context(start)
         theirs, self._tasks = context.Pipe(duplex=False)
+        os.set_blocking(self._tasks.fileno(), False)
+        self._given_up = False
         self._workers: dict[Any, tuple[int, Any]] = {}
         self._answers = DefaultSelector()
         for number in range(workers):
@@ -141,23 +144,32 @@ class Pool:
 
     def _each(self, tasks: Sequence[Task], what: Callable[[Task], str]) -> Iterator[tuple[Task, Any]]:
         """Lay the tasks out in order, and give back what the workers make of them."""
-        laid = done = 0
+        if self._given_up:
+            raise TrainingError("an earlier round of this pool was given up half-way; start a new engine")
+        self._given_up = True
+        left, done = deque(tasks), 0
         while done < len(tasks):
-            for task in tasks[laid : done + AHEAD]:
-                os.write(self._tasks.fileno(), RECORD.pack(*task))
-            laid = min(len(tasks), done + AHEAD)
+            self._lay(left)
             for (pipe, *_), _ in self._answers.select():
                 place, good, value = self._received(pipe, tasks, what)
                 if not good:
                     raise _error(value, what(tasks[place]))
                 done += 1
                 yield tasks[place], value
+        self._given_up = False
+
+    def _lay(self, left: deque[Task]) -> None:
+        """As many records as the pipe takes without waiting."""
+        with suppress(BlockingIOError, BrokenPipeError):  # full; or all workers are gone, as their answers will tell
+            while left:
+                os.write(self._tasks.fileno(), RECORD.pack(*left[0]))
+                left.popleft()
 
     def _received(self, pipe: Any, tasks: Sequence[Task], what: Callable[[Task], str]) -> tuple[int, bool, Any]:
         try:
             answer: tuple[int, bool, Any] = pipe.recv()
             return answer
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):
             number, process = self._workers[pipe]
             process.join(1)
             place = int(self._shared.busy[0][number]) - 1
@@ -167,12 +179,16 @@ class Pool:
     def close(self) -> None:
         self._tasks.close()
         self._answers.close()
-        for pipe, (_, process) in self._workers.items():
+        for pipe in self._workers:
             pipe.close()
-            process.join(0.5)
-            if process.is_alive():
-                process.terminate()
-                process.join()
+        processes = [process for _, process in self._workers.values()]
+        patience = time.monotonic() + 0.5
+        for process in processes:
+            process.join(max(0.0, patience - time.monotonic()))
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
         self._scratch.close()
 
 

@@ -13,6 +13,7 @@ from fedflat.engine.engine import Engine, one_thread
 from fedflat.federation.federation import Federation
 from fedflat.flatness.objective import Objective
 from fedflat.local import Batch
+from fedflat.metrics import bytes_of
 from fedflat.parts import ServerState
 from fedflat.randomness import generator
 
@@ -31,10 +32,9 @@ class Portion:
     def of(self, federation: Federation, client: int) -> Tensor:
         """The indices of one client's samples."""
         shard = federation.shards[client]
-        held = sum(map(len, federation.shards))
-        count = max(1, round(len(shard) * min(self.samples or held, held) / held))
+        count = round(federation.share(client) * self.samples / federation.clients) if self.samples else len(shard)
         order = torch.randperm(len(shard), generator=generator(self.seed, "flatness", client=client))
-        return shard[order[:count].sort().values]
+        return shard[order[: max(1, count)].sort().values]
 
     def batches(self, federation: Federation, clients: Sequence[int]) -> list[Batch]:
         """The samples of some clients as the network takes them, never augmented."""
@@ -54,8 +54,16 @@ class HessianProduct:
     portion: Portion = Portion()
 
     def __call__(self, problem: Problem, client: int, vector: Tensor) -> Tensor:
-        batches = self.portion.batches(problem.federation, [client])
-        return Objective(problem.network.module, problem.loss, batches).product(vector)
+        batches, trained = self.portion.batches(problem.federation, [client]), _trained(problem)
+        product = torch.zeros_like(vector)
+        product[trained] = Objective(problem.network.module, problem.loss, batches).product(vector[trained])
+        return product
+
+
+def _trained(problem: Problem) -> Tensor | slice:
+    """Where the trained parameters stand among all weights."""
+    fixed = problem.network.fixed
+    return slice(None) if fixed is None else ~fixed
 
 
 class FederatedHessian:
@@ -65,15 +73,16 @@ class FederatedHessian:
     brings a vector of the same size back: `bytes` counts both.
     """
 
-    def __init__(self, engine: Engine, state: ServerState, federation: Federation, portion: Portion) -> None:
-        self._engine, self._state = engine, state
+    def __init__(self, engine: Engine, state: ServerState, problem: Problem, portion: Portion) -> None:
+        self._engine, self._state, self._trained = engine, state, _trained(problem)
+        federation = problem.federation
         counts = [len(portion.of(federation, client)) for client in range(federation.clients)]
         self.samples, self.products = sum(counts), 0
         self._shares = [count / self.samples for count in counts]
 
     @property
     def size(self) -> int:
-        return self._state.weights.numel()
+        return self._state.weights[self._trained].numel()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,12 +91,13 @@ class FederatedHessian:
     @property
     def bytes(self) -> int:
         """What has crossed so far, both ways, beside the weights themselves."""
-        return self.products * 2 * len(self._shares) * self.size * self._state.weights.element_size()
+        return self.products * 2 * len(self._shares) * bytes_of(self._state.weights)
 
     @one_thread()
     def __matmul__(self, vector: Tensor) -> Tensor:
         self.products += 1
-        total = torch.zeros_like(self._state.weights)
-        for client, answer in self._engine.ask(self._state, vector.to(total), range(len(self._shares))):
+        total, asked = torch.zeros_like(self._state.weights), torch.zeros_like(self._state.weights)
+        asked[self._trained] = vector.to(asked)
+        for client, answer in self._engine.ask(self._state, asked, range(len(self._shares))):
             total.add_(answer, alpha=self._shares[client])
-        return total
+        return total[self._trained]

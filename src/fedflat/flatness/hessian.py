@@ -118,12 +118,17 @@ class Trace:
     products: int
 
 
+def signs(operator: Operator, chance: torch.Generator) -> Tensor:
+    """A probe of independent ±1."""
+    return torch.randint(0, 2, (operator.size,), generator=chance).to(operator.dtype).mul_(2).sub_(1)
+
+
 def trace(hessian: Operator, probes: int = 30, seed: int = 0) -> Trace:
     """Hutchinson's estimate: the mean of zᵀ H z over probes z with independent signs."""
     chance = torch.Generator().manual_seed(seed)
     samples = []
     for _ in range(probes):
-        z = torch.randint(0, 2, (hessian.size,), generator=chance).to(hessian.dtype).mul_(2).sub_(1)
+        z = signs(hessian, chance)
         samples.append(float(z @ (hessian @ z).cpu()))
     spread = float(np.std(samples, ddof=1)) if probes > 1 else math.nan
     return Trace(float(np.mean(samples)), spread / math.sqrt(probes), probes)

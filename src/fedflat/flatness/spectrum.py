@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedflat.errors import RecipeError
-from fedflat.flatness.hessian import Operator, Trace
+from fedflat.flatness.hessian import Operator, Trace, signs
 
 
 def hutch_plus_plus(operator: Operator, products: int = 30, seed: int = 0) -> Trace:
@@ -26,12 +26,12 @@ def hutch_plus_plus(operator: Operator, products: int = 30, seed: int = 0) -> Tr
         raise RecipeError(f"hutch_plus_plus: products = {products} is too few, give at least 3 (better 12 or more)")
     chance = torch.Generator().manual_seed(seed)
     third = min(products // 3, operator.size)
-    sketch = torch.stack([operator @ _signs(operator, chance) for _ in range(third)], dim=1)
+    sketch = torch.stack([operator @ signs(operator, chance) for _ in range(third)], dim=1)
     basis = torch.linalg.qr(sketch).Q
     exact = sum(float(q @ (operator @ q)) for q in basis.T)
     rest = []
     for _ in range(products - 2 * third):
-        z = _signs(operator, chance)
+        z = signs(operator, chance)
         z -= basis @ (basis.T @ z)
         rest.append(float(z @ (operator @ z)))
     mean, error = _mean(rest)
@@ -130,10 +130,6 @@ def ritz(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
     """
     values, vectors = torch.linalg.eigh(torch.diag_embed(alphas) + torch.diag_embed(betas, offset=-1))
     return values, vectors
-
-
-def _signs(operator: Operator, chance: torch.Generator) -> Tensor:
-    return torch.randint(0, 2, (operator.size,), generator=chance).to(operator.dtype).mul_(2).sub_(1)
 
 
 def _mean(samples: list[float]) -> tuple[float, float]:

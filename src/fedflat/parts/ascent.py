@@ -207,6 +207,6 @@ class InterpolatedAscent(Part):
         return slope(mix * (carry["ahead"] - slope.weights) + (1 - mix) * length * g), carry
 
     def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
-        divergence = sum(float(upload.delta.norm()) for upload in uploads) / len(uploads)
+        divergence = sum(upload.norm for upload in uploads) / len(uploads)
         window = torch.cat([server["window"][1:], server["window"].new_tensor([float(divergence > self.threshold)])])
         return server.update(before=server.weights, window=window)

@@ -236,7 +236,7 @@ class Part:
         return {}
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        """Client side, before training: what this part adds to the client's rule."""
+        """Client side, before training: what this part adds to the client's rule. Sent and memory are only read."""
         return rule
 
     def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:

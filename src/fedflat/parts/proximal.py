@@ -117,7 +117,10 @@ class ProximalStep:
     def _watched(self, slope: Slope, g_u: Tensor, g_p: Tensor, span: slice) -> Tensor:
         """The update gradient g_u, after a note of cos(g_u, g_p) within the scope if that is to be measured."""
         if "cosine" in self.inner.measures:
-            slope.notes.add("cosine", F.cosine_similarity(g_u[span], g_p, dim=0))
+            seen = g_u[span].clone()
+            if self.part.scope == "body":
+                seen[self.inner.head] = 0.0
+            slope.notes.add("cosine", F.cosine_similarity(seen, g_p, dim=0))
         return g_u
 
     def proximal(self, slope: Slope, offset: Tensor | None = None) -> Tensor:

@@ -101,8 +101,8 @@ def _side_by_side(title: str, columns: Mapping[str, Mapping[str, str]]) -> Table
     table.add_column("", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right")
-    for row in next(iter(columns.values())):
-        table.add_row(row, *(cells[row] for cells in columns.values()))
+    for row in {name: None for cells in columns.values() for name in cells}:
+        table.add_row(row, *(cells.get(row, "–") for cells in columns.values()))
     return table
 
 

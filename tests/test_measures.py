@@ -1,0 +1,249 @@
+"""What a recipe can have measured of a round beside the accuracy: local models, classes, FedSoL's angle."""
+
+import copy
+import hashlib
+import math
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedflat import Method, Part, Samples, models, train
+from fedflat.client import Brief, Problem
+from fedflat.engine.inline import Inline
+from fedflat.engine.pool import Pool
+from fedflat.errors import RecipeError
+from fedflat.methods import parse
+from fedflat.parts import ProximalAscent
+from fedflat.recipe import Evaluation, Local, Server
+from fedflat.server import conduct, first_state
+from fedflat.vector import Network
+
+ALL = ["consistency", "divergence", "discord", "cosine", "local", "classes"]
+COHORT = [0, 2, 3, 5, 7]
+
+
+def mlp():
+    return models.build("mlp", (1, 8, 8), 10, hidden=(12,))
+
+
+def normalised():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
+
+
+def problem_of(federation, module, method="fedavg", **settings):
+    local = Local(batch=0, epochs=3, lr=0.3)
+    return Problem(federation, Network(copy.deepcopy(module)), parse(method), local, **settings)
+
+
+def accuracy_of(problem, weights, buffers, part):
+    """The share of right answers, by a module of its own."""
+    module = copy.deepcopy(problem.network.module)
+    network = Network(module)
+    network.weights.copy_(weights)
+    network.buffers.copy_(buffers)
+    inputs, labels = problem.federation.held_out(part, 0, problem.federation.size(part))
+    with torch.no_grad():
+        return float((module.eval()(inputs).argmax(dim=1) == labels).double().mean())
+
+
+@pytest.mark.parametrize("part", ["test", "train"])
+@pytest.mark.parametrize(
+    ("build", "method", "policy"),
+    [
+        (mlp, "fedavg", "average"),
+        (mlp, "fedsol", "average"),
+        (mlp, "fednsam", "average"),
+        (mlp, "scaffold", "average"),
+        (normalised, "feddyn", "average"),
+        (normalised, "fedavg", "local"),
+    ],
+)
+def test_local_accuracy_is_that_of_the_sent_model_plus_each_clients_move(digits, build, method, policy, part):
+    problem, again = (problem_of(digits, build(), method, buffers=policy) for _ in range(2))
+    state = first_state(problem)
+    with closing(Inline(problem)) as engine, closing(Inline(again)) as twin:
+        for cohort in ([1, 4, 6], COHORT):
+            sent = problem.method.send(state)
+            shared = {"buffers": state.buffers} if state.buffers.numel() and policy == "average" else {}
+            brief = Brief(state.round, 0.3, sent | shared)
+            uploads = sorted(twin.turns(brief, cohort), key=lambda upload: upload.client)
+            twin.remember(uploads)
+            kept = [upload.memory if policy == "local" else upload.vectors for upload in uploads]
+            buffers = [vectors.get("buffers", state.buffers) for vectors in kept]
+            ends = [
+                accuracy_of(problem, sent["weights"] + upload.delta, own, part)
+                for upload, own in zip(uploads, buffers, strict=True)
+            ]
+            before = accuracy_of(problem, sent["weights"], state.buffers, part)
+            watch = Evaluation(on=part, batch=100, measures=["local"])
+            state, report = conduct(problem, Server(average="uniform"), state, engine, cohort, watch)
+            mean = sum(ends) / len(ends)
+            assert report.measures == pytest.approx(
+                {
+                    "local_accuracy_before": before,
+                    "local_accuracy": mean,
+                    "local_accuracy_std": math.sqrt(sum((end - mean) ** 2 for end in ends) / len(ends)),
+                },
+                rel=1e-12,
+            )
+            assert len(set(ends)) > 1
+
+
+def test_a_single_client_has_no_spread(digits):
+    problem = problem_of(digits, mlp())
+    with closing(Inline(problem)) as engine:
+        _, report = conduct(
+            problem, Server(), first_state(problem), engine, [3], Evaluation(measures=["local", "divergence"])
+        )
+    assert report.measures["local_accuracy_std"] == 0.0
+    assert report.measures["divergence"] > 0.0
+
+
+def test_local_accuracies_are_the_same_on_the_pool(digits):
+    reports = []
+    for start in (lambda p, s: Inline(p), lambda p, s: Pool(p, s, slots=5, workers=2)):
+        problem = problem_of(digits, normalised(), "feddyn")
+        state = first_state(problem)
+        with closing(start(problem, state)) as engine:
+            for cohort in ([1, 4, 6], COHORT):
+                state, report = conduct(problem, Server(), state, engine, cohort, Evaluation(measures=["local"]))
+        reports.append(report.measures)
+    assert reports[0] == reports[1]
+
+
+def test_what_is_sent_ahead_of_the_global_model_is_where_the_clients_begin(digits):
+    """FedNSAM sends w + β m: its clients' accuracy before training is not that of the last evaluated model."""
+    result = train(digits, mlp(), "fednsam", rounds=3, cohort=5, engine="inline", measures=["local"])
+    begun = [record["local_accuracy_before"] for record in result.history]
+    assert begun[2] != result.history[1]["accuracy"]
+    plain = train(digits, mlp(), "fedavg", rounds=3, cohort=5, engine="inline", measures=["local"])
+    begun = [record["local_accuracy_before"] for record in plain.history]
+    assert begun[1:] == [record["accuracy"] for record in plain.history[:-1]]
+
+
+@pytest.mark.parametrize("on", ["test", "train"])
+def test_class_accuracies_weighted_by_the_classes_sizes_are_the_accuracy(digits, on):
+    result = train(digits, rounds=4, engine="inline", every=2, on=on, batch=99, measures=["classes"])
+    assert [record["round"] for record in result.history if "class_accuracy" in record] == [2, 4]
+    counts = torch.bincount(getattr(digits.dataset, on).labels, minlength=10).double()
+    for record in result.history[1::2]:
+        of_classes = torch.tensor(record["class_accuracy"], dtype=torch.float64)
+        assert float(of_classes @ counts / counts.sum()) == pytest.approx(record["accuracy"], rel=1e-12)
+    inputs, labels = digits.held_out(on, 0, digits.size(on))
+    right = result.model(inputs).argmax(dim=1) == labels
+    assert record["class_accuracy"] == pytest.approx([float(right[labels == c].double().mean()) for c in range(10)])
+
+
+def test_a_class_that_nobody_is_tested_on_has_no_accuracy(digits):
+    test = digits.dataset.test
+    chosen = test.labels != 4
+    dataset = replace(digits.dataset, test=Samples(test.inputs[chosen], test.labels[chosen]))
+    result = train(replace(digits, dataset=dataset), rounds=1, engine="inline", measures=["classes"])
+    (found,) = (record["class_accuracy"] for record in result.history)
+    assert [c for c, accuracy in enumerate(found) if accuracy is None] == [4]
+
+
+@pytest.mark.parametrize("scope", ["all", "head", "body"])
+def test_fedsol_notes_its_angle_in_every_round(digits, scope):
+    method = f"fedsol(scope='{scope}')"
+    result = train(digits, mlp(), method, rounds=3, cohort=4, engine="inline", measures=["cosine"])
+    assert all(-1.0 <= record["cosine"] <= 1.0 for record in result.history)
+    assert any(record["cosine"] for record in result.history)
+    silent = train(digits, mlp(), method, rounds=1, cohort=4, engine="inline")
+    assert "cosine" not in silent.history[0]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedsam", "fedprox", "fedntd"])
+def test_other_methods_have_no_proximal_gradient_and_no_angle(digits, method):
+    result = train(digits, mlp(), method, rounds=1, cohort=4, engine="inline", measures=ALL)
+    assert "cosine" not in result.history[0]
+    assert {"consistency", "divergence", "discord", "local_accuracy", "class_accuracy"} <= set(result.history[0])
+
+
+@dataclass(frozen=True)
+class Push(Part):
+    """A proximal loss whose gradient is known: p · w."""
+
+    direction: tuple[float, ...] = ()
+
+    def plan(self, rule, sent, memory):
+        return replace(rule, pull=torch.tensor(self.direction, dtype=torch.float64))
+
+
+def half_square(outputs: Tensor, labels: Tensor) -> Tensor:
+    return 0.5 * (outputs - labels).square().mean()
+
+
+def chain():
+    """x ↦ b · (A x), two linear layers without biases: body A (2 × 3) and head b (1 × 2)."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)).double()
+
+
+def by_hand(x, y, weights, offset):
+    """∇ of the mean of ½ (b A x − y)² at w + ε."""
+    there = weights + offset
+    body, head = there[:6].view(2, 3), there[6:].view(1, 2)
+    errors = x @ body.T @ head.T - y
+    slope_head = (errors * (x @ body.T)).mean(dim=0)
+    slope_body = head.T @ (errors * x).mean(dim=0, keepdim=True)
+    return torch.cat([slope_body.reshape(-1), slope_head])
+
+
+SCOPES = {"all": slice(0, 8), "body": slice(0, 6), "head": slice(6, 8)}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_angle_of_one_step_is_that_of_update_and_proximal_gradient_within_the_scope(regression, scope):
+    push = (0.5, -1.0, 2.0, 0.3, -0.7, 1.1, 0.9, -0.4)
+    method = Method(ProximalAscent(Push(push), rho=0.5, scope=scope))
+    problem = Problem(
+        regression,
+        Network(chain(), torch.float64),
+        method,
+        Local(batch=0, steps=1, lr=0.01),
+        loss=half_square,
+        shuffle=False,
+        measures=["cosine"],
+    )
+    state, span = first_state(problem), SCOPES[scope]
+    p, expected = torch.tensor(push, dtype=torch.float64), []
+    for client in (0, 2):
+        x, y = regression.batch(regression.shards[client], None)
+        epsilon = torch.zeros(8, dtype=torch.float64)
+        epsilon[span] = 0.5 * p[span] / p[span].norm()
+        g = by_hand(x, y, state.weights, epsilon)
+        expected.append(float(g[span] @ p[span] / (g[span].norm() * p[span].norm())))
+    with closing(Inline(problem)) as engine:
+        _, report = conduct(problem, Server(average="uniform"), state, engine, [0, 2])
+    assert report.notes["cosine"] == pytest.approx(sum(expected) / 2, rel=1e-10)
+
+
+def test_an_unknown_measure_is_named(digits):
+    with pytest.raises(RecipeError, match=r"evaluation.measures.*cosinus"):
+        train(digits, rounds=1, measures=["cosinus"])
+
+
+def fingerprint(result):
+    """Of the weights and batch statistics; the integer buffers are counters of one client's round."""
+    floats = [tensor for tensor in result.model.state_dict().values() if tensor.is_floating_point()]
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in floats)).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("build", "method"),
+    [(mlp, "fedavg"), (mlp, "fedsol"), (mlp, "fedsol(scope='head') + man(0.1)"), (normalised, "feddyn")],
+)
+def test_measures_do_not_change_a_bit_of_what_is_trained(digits, build, method):
+    settings = dict(rounds=3, cohort=5, batch=0, epochs=2, momentum=0.5)
+    runs = [
+        train(digits, build(), method, **settings, measures=measures, engine=engine)
+        for measures, engine in (([], "inline"), (ALL, "inline"), (ALL, "pool"))
+    ]
+    assert len({fingerprint(run) for run in runs}) == 1
+    for name in ("accuracy", "loss", "local_loss", "bytes_up"):
+        assert len({str(run.curve(name)) for run in runs}) == 1
