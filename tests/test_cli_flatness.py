@@ -72,13 +72,13 @@ def read(fedflat):
 
 
 def test_flatness_as_json_is_what_the_library_measures_and_says_on_what(runs, read):
-    found = read("flatness", "plain", "flat", *QUICK, "--k", 3, "--probes", 4, "--rho", 0.1, "--seed", 2)
+    found = read("flatness", "plain", "flat", *QUICK, "--k", 3, "--probes", 5, "--rho", 0.1, "--seed", 2)
     assert found["measured"] == "mean training loss of 200 samples (evaluation mode, no decay, no augmentation)"
     named = [(row["run"], row["method"]) for row in found["runs"]]
     assert named == [("plain", "fedavg"), ("flat", "fedsam(rho=0.05)")]
     for row in found["runs"]:
         problem, _ = load_run(runs / row["run"])
-        expected = measure(Portion(200, 2).pooled(problem), k=3, probes=4, rho=0.1, seed=2)
+        expected = measure(Portion(200, 2).pooled(problem), k=3, probes=5, rho=0.1, seed=2)
         assert row["spectrum"]["eigenvalues"] == pytest.approx(expected.spectrum.eigenvalues, rel=1e-6)
         assert row["spectrum"]["ratio"] == pytest.approx(expected.spectrum.ratio, rel=1e-6)
         assert row["spectrum"]["trace"]["mean"] == pytest.approx(expected.spectrum.trace.mean, rel=1e-6)
@@ -88,7 +88,7 @@ def test_flatness_as_json_is_what_the_library_measures_and_says_on_what(runs, re
 
 
 def test_the_table_has_a_column_for_each_run_and_a_row_for_each_number(runs, fedflat):
-    code, printed, _ = fedflat("flatness", "plain", "flat", *QUICK, "--k", 2, "--probes", 3)
+    code, printed, _ = fedflat("flatness", "plain", "flat", *QUICK, "--k", 2, "--probes", 5)
     assert code == 0
     head, methods = (line for line in printed.splitlines() if line.startswith("┃"))
     assert [cell.strip() for cell in head.strip("┃").split("┃")] == ["", "plain", "flat"]
@@ -99,7 +99,7 @@ def test_the_table_has_a_column_for_each_run_and_a_row_for_each_number(runs, fed
 
 
 def test_layers_are_shown_for_each_run_with_curvature_activity_and_bound(runs, fedflat, read):
-    arguments = ("flatness", "plain", *QUICK, "--k", 1, "--probes", 3, "--layers")
+    arguments = ("flatness", "plain", *QUICK, "--k", 1, "--probes", 5, "--layers")
     (row,) = read(*arguments)["runs"]
     assert [(layer["name"], layer["parameters"]) for layer in row["layers"]] == [("fc1", 512), ("head", 80)]
     for layer in row["layers"]:
@@ -110,7 +110,7 @@ def test_layers_are_shown_for_each_run_with_curvature_activity_and_bound(runs, f
 
 
 def test_the_density_is_a_rule_whose_weights_add_up_to_one(runs, read):
-    (row,) = read("flatness", "plain", *QUICK, "--k", 1, "--probes", 3, "--density", 10)["runs"]
+    (row,) = read("flatness", "plain", *QUICK, "--k", 1, "--probes", 5, "--density", 10)["runs"]
     density = row["spectrum"]["density"]
     ((nodes,), (weights,)) = density["nodes"], density["weights"]
     assert len(nodes) == len(weights) == density["products"] == 10
@@ -119,7 +119,7 @@ def test_the_density_is_a_rule_whose_weights_add_up_to_one(runs, read):
 
 
 def test_clients_products_give_the_same_spectrum_on_either_engine(runs, fedflat, read):
-    arguments = ("flatness", "plain", "flat", *QUICK, "--k", 2, "--probes", 3)
+    arguments = ("flatness", "plain", "flat", *QUICK, "--k", 2, "--probes", 5)
     pooled, federated = read(*arguments), read(*arguments, "--federated")
     assert federated["measured"] == pooled["measured"]
     for here, there in zip(pooled["runs"], federated["runs"], strict=True):
@@ -236,7 +236,7 @@ def test_nothing_is_measured_or_written_if_a_later_run_is_bad(broken, fedflat, m
         (["flatness", "plain", "--probes", "1"], 2, "'--probes': 1"),
         (["landscape", "plain", "--plane", "diagonal"], 2, "'diagonal' is not one of 'eigen', 'random'"),
         (["landscape", "plain", "--dimensions", "3"], 2, "'--dimensions': 3"),
-        (["landscape", "plain", "--span", "0", "--plane", "random"], 2, "span is 0.0; it must be a positive number"),
+        (["landscape", "plain", "--span", "0", "--plane", "random"], 2, "--span 0.0: it must be a positive number"),
         (["duality", "plain", "--layer", "fc9"], 2, "layer 'fc9' cannot be analysed; these can: fc1, head"),
         (["duality", "plain", "--k", "0"], 2, "'--k': 0"),
         (["duality", "plain", "--direction", "sideways"], 2, "'sideways' is not one of"),
@@ -259,7 +259,7 @@ def test_a_process_of_its_own_ends_the_same_way(runs):
             command, cwd=runs, env=environment, capture_output=True, text=True, timeout=120, check=False
         )
 
-    good = process("flatness", "plain", *QUICK, "--k", "1", "--probes", "3", "--json")
+    good = process("flatness", "plain", *QUICK, "--k", "1", "--probes", "5", "--json")
     assert (good.returncode, good.stderr) == (0, "")
     assert json.loads(good.stdout)["runs"][0]["run"] == "plain"
     bad = process("flatness", "plain", "--k", "0")
