@@ -31,7 +31,7 @@ from fedflat.flatness import Objective
 from fedflat.parts.terms import divergence
 from fedflat.report.picture import new_figure, save_figure
 
-RADII = (0.0, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
+RADII = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 GAMMA, TINY = 1e-3, 1e-6
 LOCAL = dict(epochs=1, batch=50, lr=0.1, precision="float64", engine="inline")
 
@@ -90,7 +90,8 @@ class Propositions:
     def deviations(self, rho: float, gamma: float) -> Tensor:
         """|left − right| of each proposition."""
         step = self.step(rho, gamma)
-        return gamma * torch.tensor([step.proximal - step.predicted, step.local - step.fedavg]).double().abs()
+        gaps = (step.proximal - step.predicted, step.local - step.fedavg)
+        return gamma * torch.tensor(gaps, dtype=torch.float64).abs()
 
 
 def visit(activation: type[nn.Module], federation: Federation) -> tuple[float, list[Propositions]]:
@@ -98,9 +99,8 @@ def visit(activation: type[nn.Module], federation: Federation) -> tuple[float, l
     module = models.build("mlp", federation.dataset.shape, 10)
     module.relu1, module.relu2 = activation(), activation()
     result = train(federation, module, "fedavg", rounds=10, cohort=10, **LOCAL)
-    return result.accuracy, [
-        propositions(replace(federation, shards=(s,)), result.model) for s in federation.shards[:5]
-    ]
+    each = [replace(federation, shards=(shard,)) for shard in federation.shards[:5]]
+    return result.accuracy, [propositions(alone, result.model) for alone in each]
 
 
 def propositions(alone: Federation, everyone: nn.Module) -> Propositions:
@@ -137,7 +137,7 @@ def draw(steps: list[Step], path: Path) -> None:
         "cos(g_u, g_p)": {"": "cosine"},
     }
     for axes, (title, lines) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        for (label, name), style in zip(lines.items(), ("--", "-"), strict=False):
+        for (label, name), style in zip(lines.items(), ("--", "-")[-len(lines) :], strict=True):
             axes.plot([s.rho for s in steps], [getattr(s, name) for s in steps], style, marker=".", label=label)
         axes.set_xscale("symlog", linthresh=RADII[1])
         axes.set(title=title, xlabel="ρ")
@@ -162,25 +162,29 @@ def errors(still: Step, moved: Step) -> tuple[float, float]:
     return abs(added - 1), abs(moved.local / moved.fedavg - 1)
 
 
+def report(activation: type[nn.Module], federation: Federation, picture: Path | None) -> bool:
+    """Print what came out with this activation; whether the propositions hold as a smooth f wants it."""
+    accuracy, clients = visit(activation, federation)
+    steps = [mean(client.step(rho, GAMMA) for client in clients) for rho in RADII]
+    off, powers = errors(*steps[:2]), orders(clients)
+    curvatures = ", ".join(f"{client.curvature:.2f}" for client in clients)
+    print(f"\n**{activation.__name__}**: accuracy {accuracy:.3f}, γ = {GAMMA:g}, the clients' ĝ_pᵀHĝ_p: {curvatures}\n")
+    show(steps)
+    print(f"\nAt ρ = {RADII[1]:g} Proposition 1 is {off[0]:.2%} off, 2 is {off[1]:.2%} off. ", end="")
+    print("Orders:", ", ".join(f"{name} {power:.2f}" for name, power in powers.items()), flush=True)
+    if picture:
+        draw(steps, picture)
+    return max(off) <= 0.05 and all(abs(power - 2) <= 0.2 for power in powers.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="where to draw the picture")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     federation = federate("fashion-mnist", "lda", 100, alpha=0.1)
-    kept = True
-    for activation in (nn.GELU, nn.ReLU):
-        accuracy, clients = visit(activation, federation)
-        steps = [mean(client.step(rho, GAMMA) for client in clients) for rho in RADII]
-        off, powers = errors(*steps[:2]), orders(clients)
-        curvatures = ", ".join(f"{client.curvature:.2f}" for client in clients)
-        print(f"\n**{activation.__name__}**: accuracy {accuracy:.3f}, γ = {GAMMA:g}, the clients' ĝᵀHĝ {curvatures}\n")
-        show(steps)
-        print(f"\nAt ρ = {RADII[1]:g} Proposition 1 is {off[0]:.1%} off, 2 is {off[1]:.1%} off. ", end="")
-        print("Orders:", ", ".join(f"{name} {power:.2f}" for name, power in powers.items()), flush=True)
-        if activation is nn.GELU:
-            kept = max(off) <= 0.05 and all(abs(power - 2) <= 0.2 for power in powers.values())
-            if options.out:
-                draw(steps, options.out)
+    kept = report(nn.GELU, federation, options.out)
+    report(nn.ReLU, federation, None)
     return 0 if kept else 1
 
 

@@ -60,7 +60,7 @@ def eigenvalues_in_products(threads: int) -> bool:
     found = top_eigenvalues(hessian, k=5, tolerance=RESIDUAL)
     seconds = time.perf_counter() - begun
     print(f"\nAfter three rounds: test accuracy {result.accuracy:.3f}, d = {hessian.size:,}.\n")
-    print("| eigenvalue | ‖Hv − λv‖ ÷ |λ| |\n|---|---|")
+    print("| eigenvalue λ | ‖Hv − λv‖ ÷ λ |\n|---|---|")
     errors = (found.residuals / found.values.abs()).tolist()
     for value, error in zip(found.values.tolist(), errors, strict=True):
         print(f"| {value:.3f} | {error:.1e} |")
