@@ -27,7 +27,7 @@ class Portion:
 
     samples: int = 2000
     seed: int = 0
-    batch: int = 500
+    batch: int = 100
 
     def of(self, federation: Federation, client: int) -> Tensor:
         """The indices of one client's samples."""
