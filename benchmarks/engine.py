@@ -48,7 +48,7 @@ PACKAGES = {
 }
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Forward, and backward to the weights and (but for the first layer) to the inputs, of one sample.
-MFLOP = {"cnn": 101.0, "mlp": 0.88, "resnet": 3333.0}
+MFLOP = {"cnn": 101.0, "mlp": 0.88, "resnet": 217.0}
 
 
 # Environments and runs -----------------------------------------------------------------------------------------------
