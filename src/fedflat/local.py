@@ -161,7 +161,6 @@ class Slope:
     def __init__(self, network: Network, reference: Network | None, rule: LocalRule, loss: Loss, tap: Tap) -> None:
         self.network, self.rule, self.loss, self.notes = network, rule, loss, Notes()
         self._reference, self._tap = reference, tap
-        self._home = torch.empty_like(network.weights)
         self._chain = network.chain if loss is F.cross_entropy and not rule.terms else None
 
     def at(self, batch: Batch, other: Batch | None = None) -> Slope:
@@ -228,6 +227,10 @@ class Slope:
                 return self.network.differentiate(self._objective(None, True))
             logits = self._tap.through(self.network.head_module, self._kept.features)
             return self.network.differentiate(self._objective(None, True, replace(self._kept, logits=logits)))
+
+    @cached_property
+    def _home(self) -> Tensor:
+        return torch.empty_like(self.weights)
 
     @contextmanager
     def _moved(self, direction: Tensor, length: Tensor | None, span: slice = slice(None)) -> Iterator[None]:
