@@ -9,8 +9,9 @@ the batches, not the split. Exits 1 if the mean accuracy in bf16 lies outside of
 import argparse
 import sys
 
+from fedflat.prepare import prepare
 from fedflat.recipe import load
-from fedflat.run import execute, prepare
+from fedflat.run import execute
 
 SEEDS = (0, 1, 2)
 

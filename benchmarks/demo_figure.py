@@ -5,9 +5,10 @@ python benchmarks/demo_figure.py
 
 from pathlib import Path
 
+from fedflat.prepare import gather, prepare
 from fedflat.recipe import load
 from fedflat.report.picture import draw_curves, draw_split
-from fedflat.run import execute, gather, prepare
+from fedflat.run import execute
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 METHODS = ("fedavg", "fedsam", "feddyn + man(0.15)")

@@ -23,10 +23,11 @@ from fedflat.flatness import (
     top_eigenvalues,
     trace,
 )
+from fedflat.prepare import prepare
 from fedflat.recipe import load
 from fedflat.report.dual import draw_duality
 from fedflat.report.terrain import draw_landscapes
-from fedflat.run import execute, prepare
+from fedflat.run import execute
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 METHODS = {

@@ -17,8 +17,9 @@ from timing import interleaved, ratio
 
 from fedflat import Federation, federate, models
 from fedflat.flatness import Hessian, Objective, top_eigenvalues
+from fedflat.prepare import prepare
 from fedflat.recipe import load
-from fedflat.run import execute, prepare
+from fedflat.run import execute
 
 CASES = (("fedavg-cnn", "cifar10", 500), ("fedavg-cnn", "cifar10", 100), ("mlp", "mnist", 500))
 GRADIENTS, PRODUCTS, RESIDUAL = 3.2, 60, 1e-3

@@ -11,9 +11,10 @@ import json
 import sys
 from pathlib import Path
 
+from fedflat.prepare import prepare
 from fedflat.recipe import load
 from fedflat.report.picture import draw_curves
-from fedflat.run import execute, prepare
+from fedflat.run import execute
 
 DOCS = Path(__file__).parents[1] / "docs" / "figures"
 AUTHORS, LOW, HIGH = 0.38, 0.33, 0.43

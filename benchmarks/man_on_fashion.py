@@ -11,9 +11,10 @@ import json
 from pathlib import Path
 
 from fedflat.flatness import Hessian, Objective, top_eigenvalues, trace
+from fedflat.prepare import prepare
 from fedflat.recipe import load
 from fedflat.report.picture import draw_bars
-from fedflat.run import execute, prepare
+from fedflat.run import execute
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 ZETAS = (0.0, 0.05, 0.15, 0.5)

@@ -19,9 +19,10 @@ from timing import interleaved, ratio
 
 from fedflat import Dataset, Federation, Samples
 from fedflat.methods import parse
+from fedflat.prepare import assemble, start_engine
 from fedflat.recipe import Recipe, validated
 from fedflat.report.display import RoundProgress
-from fedflat.run import assemble, rounds, start_engine
+from fedflat.run import rounds
 from fedflat.server import first_state
 
 BOUND = 1.01

@@ -51,7 +51,7 @@ def test_a_comparison_prints_every_value_progress_and_a_table(tmp_path):
         (["run", "--set", "data=cifar11"], 2, "did you mean cifar10?"),
         (["run", "--set", "model=mlq"], 2, "did you mean mlp?"),
         (["run", "--set", "split.clients=5000"], 4, "5000 clients"),
-        (["run", "--set", "local.lr=1e9"], 5, "no longer finite"),
+        (["run", "--set", "local.lr=1e9"], 5, "lower local.lr"),
         (["run", "--out", "file/below"], 6, "file/below: cannot be written"),
         (["verify", "missing.npz"], 1, "missing.npz: no such file"),
         (["data", "show", "svhn"], 3, "fedflat data get svhn"),

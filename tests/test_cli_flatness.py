@@ -16,8 +16,9 @@ from fedflat import federate, train
 from fedflat.cli import main
 from fedflat.cli.app import err, out
 from fedflat.flatness import Landscape, Portion, filter_normalised, landscape, measure
+from fedflat.prepare import load_run, prepare
 from fedflat.recipe import load
-from fedflat.run import execute, load_run, prepare
+from fedflat.run import execute
 
 TINY = ["seed=2", "split.clients=5", "split.alpha=0.5", "model.hidden=[8]", "server.rounds=3"]
 QUICK = ("--samples", "200")

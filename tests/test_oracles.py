@@ -195,7 +195,7 @@ def played(federation, method, cohorts=COHORTS, **local):
     with closing(Inline(problem)) as engine:
 
         def memories():
-            kept = [engine._memory[i] or blank for i in clients]
+            kept = [engine.memory[i] or blank for i in clients]
             return [{name: vector.clone() for name, vector in memory.items()} for memory in kept]
 
         before = memories()

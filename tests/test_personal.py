@@ -25,9 +25,10 @@ from fedflat.federation.federation import batch_indices
 from fedflat.method import Method
 from fedflat.methods import parse
 from fedflat.personal import ALONE, Mixture, Neighbours, Personal, nearest_labels, personalise, save, summary
+from fedflat.prepare import last_lr, load_run, prepare
 from fedflat.randomness import generator
 from fedflat.recipe import Local, load
-from fedflat.run import execute, last_lr, load_run, prepare
+from fedflat.run import execute
 from fedflat.vector import Network
 
 SIZE = 40  # of the digits' test part there are about 35 samples of a class
@@ -373,7 +374,7 @@ def test_the_command_gives_a_row_for_each_run_and_epochs_and_writes_every_client
     problem, recipe = load_run(copies / "fedavg")
     again = personalise(problem, problem.network.weights, (0, 1, 2), size=3, lr=last_lr(recipe))
     assert lines == [asdict(result) for result in again]
-    assert not [path for path in (copies / "fedavg").iterdir() if path.name.startswith(".")]
+    assert not [path for path in (copies / "fedavg").iterdir() if path.name.startswith(".personal")]
 
 
 def test_local_only_training_begins_with_the_common_initial_weights(copies, capsys):

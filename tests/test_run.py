@@ -10,8 +10,9 @@ from torch import nn
 
 from fedflat import Dataset, Federation, FedflatError, Part, Samples, federate, option, train
 from fedflat.errors import RecipeError, RunError
+from fedflat.prepare import prepare
 from fedflat.recipe import Server, load
-from fedflat.run import execute, prepare
+from fedflat.run import execute
 from fedflat.server import draw_cohort
 
 QUICK = ["server.rounds=3", "engine=inline"]
@@ -42,7 +43,8 @@ def test_a_run_directory_holds_recipe_metrics_summary_and_model(tmp_path):
     assert summary["rounds_to_target"] == next(r["round"] for r in records if r["accuracy"] >= 0.2)
     tensors = load_file(tmp_path / "run/model.safetensors")
     assert all(torch.equal(tensors[name], tensor) for name, tensor in result.model.state_dict().items())
-    assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
+    hidden = [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
+    assert hidden == [".lock"]
 
 
 def test_a_repeated_recipe_repeats_the_run_to_the_bit(tmp_path):
@@ -60,10 +62,10 @@ def test_a_repeated_recipe_repeats_the_run_to_the_bit(tmp_path):
 def test_a_directory_with_a_run_is_not_written_over(tmp_path):
     problem, recipe = prepare(load(None, QUICK))
     execute(problem, recipe, tmp_path)
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     with pytest.raises(RunError, match="already holds a run"):
         execute(problem, recipe, tmp_path)
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
 def test_bytes_are_counted_from_what_is_sent(digits):

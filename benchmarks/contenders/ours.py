@@ -14,8 +14,8 @@ from common import Job, Stopwatch
 from fedflat import Dataset, Federation, Samples, client
 from fedflat.local import Outcome, train
 from fedflat.methods import parse
+from fedflat.prepare import assemble, start_engine
 from fedflat.recipe import Recipe, validated
-from fedflat.run import assemble, start_engine
 from fedflat.server import conduct, first_state
 
 MODELS = {"cnn": "fedavg-cnn", "mlp": "mlp", "resnet": "resnet18-gn"}

@@ -39,6 +39,7 @@ from fedflat.parts import (
     ServerMomentum,
     ServerStep,
     TopEigenvalue,
+    TrimmedMean,
     WeightAveraging,
 )
 from fedflat.parts.part import Crowd
@@ -205,6 +206,14 @@ def top_eigenvalue(weight: float = 0.01, steps: int = 1) -> Method:
     return Method(TopEigenvalue(weight, steps))
 
 
+def median() -> Method:
+    return Method(TrimmedMean(0.5))
+
+
+def trimmed_mean(trim: float = 0.1) -> Method:
+    return Method(TrimmedMean(trim))
+
+
 def swa(start: int = 10, every: int = 1) -> Method:
     return Method(WeightAveraging(start, every))
 
@@ -252,6 +261,7 @@ PAPERS = {
     "Liu et al. 2025b": "released code",
     "Oh et al. 2022": "FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR",
     "Fallah et al. 2020": "Personalized Federated Learning with Theoretical Guarantees, NeurIPS",
+    "Yin et al. 2018": "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML",
     "Yashwanth et al. 2025": "Minimizing Layerwise Activation Norm Improves Generalization, arXiv 2512.08314",
 }
 
@@ -288,6 +298,8 @@ CATALOGUE: dict[str, Entry] = {
     "perfedavg": Entry(perfedavg, "Fallah et al. 2020", "learn a model that one step adapts"),
     "man": Entry(man, "Yashwanth et al. 2025", "minimise the activations' norm; added to any method"),
     "top_eigenvalue": Entry(top_eigenvalue, "Yashwanth et al. 2025", "penalise the Hessian's top eigenvalue itself"),
+    "median": Entry(median, "Yin et al. 2018", "the median of each coordinate; added to any method"),
+    "trimmed_mean": Entry(trimmed_mean, "Yin et al. 2018", "the mean without the ends; added to any method"),
     "swa": Entry(swa, "Caldarola et al. 2022", "show the average of the last global models"),
 }
 

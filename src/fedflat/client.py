@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -26,6 +28,7 @@ from fedflat.recipe import Local
 from fedflat.vector import Network
 
 BufferPolicy = Literal["average", "local", "refuse"]
+STAGES = ("planning", "training", "settling")
 
 
 @dataclass
@@ -58,6 +61,13 @@ class Problem:
         statistics = self.network.buffers.numel()
         return {**sizes, "buffers": statistics} if statistics and self.buffers == "local" else sizes
 
+    @property
+    def uploads(self) -> dict[str, int]:
+        """The vectors that each client sends up, with their sizes."""
+        sizes = {**dict.fromkeys(("delta", *self.method.uploads), self.network.size), **self.method.figures}
+        statistics = self.network.buffers.numel()
+        return {**sizes, "buffers": statistics} if statistics and self.buffers != "local" else sizes
+
     def room(self, slots: int = 0) -> int:
         """The bytes of all clients' memory, and of `slots` uploads with what those clients want to keep."""
         kept, up = sum(self.memory.values()), self.network.size * (3 + len(self.method.uploads))
@@ -71,6 +81,22 @@ class Brief:
     round: int
     lr: float
     sent: Vectors
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A client whose round does not count: why in a word, and in a few more."""
+
+    client: int
+    reason: str
+    detail: str
+    error: Exception | None = field(default=None, compare=False)
+
+
+def mishap(error: Exception, stage: str) -> str:
+    """What was raised, at which stage of a turn and where in the code."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} while {stage}: {error} ({Path(where.filename).name}, line {where.lineno})"
 
 
 @cache
@@ -109,13 +135,23 @@ class Question(Protocol):
 class Worker:
     """Gives one client after the other its turn, scores models and answers a question, in one resident network."""
 
-    def __init__(self, problem: Problem, question: Question | None = None) -> None:
+    def __init__(self, problem: Problem, question: Question | None = None, stage: Tensor | None = None) -> None:
         keep_freed_memory()
         self.problem, self._question = problem, question
+        # In shared memory, so that the server can tell at which stage a worker was lost.
+        self._stage = torch.zeros(1, dtype=torch.int64) if stage is None else stage
         needs_reference = any(part.references for part in problem.method.parts)
         self._reference = problem.network.frozen() if needs_reference else None
         # What a client's memory begins with; the network itself moves on.
         self._first = self._first_memory(problem.network) if problem.memory else {}
+
+    @property
+    def stage(self) -> str:
+        """Where in a turn this worker is."""
+        return STAGES[int(self._stage)]
+
+    def _enter(self, stage: str) -> None:
+        self._stage[0] = STAGES.index(stage)
 
     def turn(self, brief: Brief, client: int, memory: Vectors | None) -> Upload:
         """One client's round; `memory` is None if the client never took part before."""
@@ -127,6 +163,7 @@ class Worker:
             if self._reference is not None:
                 self._reference.buffers.copy_(network.buffers)
         batches = self._batches(brief, client, rule)
+        self._enter("training")
         with _lent_generator(key(problem.seed, "dropout", brief.round, client), network.weights.device):
             outcome = train(network, self._reference, sent["weights"], rule, batches, problem.loss)
         return self._settle(brief, client, memory, outcome)
@@ -144,16 +181,19 @@ class Worker:
         orders = [self._order(brief, client) for client in clients]
         steps = [rule.steps for rule in rules]
         batches = problem.federation.batches_together(clients, problem.local.batch, steps, orders)
+        self._enter("training")
         outcomes = train_together(problem.network, brief.sent["weights"], rules, batches)
         planned = zip(clients, plans, outcomes, strict=True)
         return [self._settle(brief, client, memory, outcome) for client, (memory, _), outcome in planned]
 
     def _plan(self, brief: Brief, client: int, memory: Vectors | None) -> tuple[Vectors, LocalRule]:
+        self._enter("planning")
         device = self.problem.network.weights.device
         known = self._first if memory is None else {name: vector.to(device) for name, vector in memory.items()}
         return known, self.problem.method.plan(self._rule(brief, client), brief.sent, known)
 
     def _settle(self, brief: Brief, client: int, memory: Vectors, outcome: Outcome) -> Upload:
+        self._enter("settling")
         problem, rule, buffers = self.problem, outcome.rule, self.problem.network.buffers
         kept, vectors = problem.method.settle(brief.sent, memory, outcome)
         if buffers.numel():

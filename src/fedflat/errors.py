@@ -40,6 +40,14 @@ class RunError(FedflatError):
     exit_code = 6
 
 
+class StoppedError(FedflatError):
+    """A run that was asked to stop by a signal, and has saved what it did; the exit code is the shell's for it."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
 def nearest(wrong: str, known: Iterable[str]) -> str:
     """A hint that ends an error message about an unknown name.
 

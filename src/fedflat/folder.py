@@ -1,4 +1,4 @@
-"""A run on disk: its recipe, its metrics, its model."""
+"""A run on disk: its recipe, its metrics, its model; whatever is written is there as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import hashlib
 import json
 import os
 import platform
+import sys
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
@@ -22,27 +24,78 @@ from fedflat.errors import RecipeError, RunError
 from fedflat.recipe import Recipe, validated
 from fedflat.vector import Network
 
+if sys.platform != "win32":
+    import fcntl
+
 Record = dict[str, Any]
 
 
-@dataclass
 class RunFolder:
-    """A run on disk: recipe.toml at once, metrics.jsonl round by round, the model and summary.json at the end."""
+    """The directory of a run that is going on: this process alone writes there, until it is closed.
 
-    path: Path
-    recipe: Recipe
+    recipe.toml is there at once, metrics.jsonl grows round by round, and the model and summary.json come at the end.
+    """
 
-    def __post_init__(self) -> None:
-        refuse_taken(self.path)
+    def __init__(self, path: Path, recipe: Recipe, resume: bool = False) -> None:
+        self.path, self.recipe = path, recipe
+        if not resume:
+            refuse_taken(path)
+        elif (path / "recipe.toml").exists():
+            refuse_other(path, recipe)
+        with written_to(path, "choose another --out"):
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / ".lock").open("a")
+        self._claim()
+        with written_to(path, "choose another --out"):
+            write_whole(path / "recipe.toml", recipe.to_toml().encode())
+            (path / "metrics.jsonl").touch()
+            self._metrics = (path / "metrics.jsonl").open("r+b")
+        self._digest = hashlib.sha256()
+
+    def _claim(self) -> None:
+        """A record lock: it goes with this process however it ends, and no child inherits it."""
+        if sys.platform == "win32":
+            return
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path / "recipe.toml", self.recipe.to_toml().encode())
-            self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --out") from None
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise RunError(
+                f"{self.path}: another process is working on this run; wait for it or choose another --out"
+            ) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._metrics.close()
+        self._lock.close()
 
     def append(self, record: Record) -> None:
-        self._metrics.write(json.dumps(record) + "\n")
+        line = json.dumps(record).encode() + b"\n"
+        with written_to(self.path, "make room, then `fedflat resume` it"):
+            self._metrics.write(line)
+            self._metrics.flush()
+        self._digest.update(line)
+
+    def mark(self) -> Record:
+        """How far the metrics have come, for a checkpoint; they are on the disk when this returns."""
+        os.fsync(self._metrics.fileno())
+        return {"bytes": self._metrics.tell(), "sha256": self._digest.hexdigest()}
+
+    def agrees(self, mark: Record) -> bool:
+        """Whether the metrics on disk begin as they did when the mark was made."""
+        self._metrics.seek(0)
+        before = self._metrics.read(mark["bytes"])
+        return len(before) == int(mark["bytes"]) and hashlib.sha256(before).hexdigest() == str(mark["sha256"])
+
+    def rewind(self, mark: Record) -> list[Record]:
+        """Cut the metrics off after a mark, and give back the records before it."""
+        self._metrics.seek(0)
+        before = self._metrics.read(mark["bytes"])
+        self._metrics.truncate()
+        self._digest = hashlib.sha256(before)
+        return [json.loads(line) for line in before.splitlines()]
 
     def finish(self, network: Network, summary: Record) -> None:
         tensors = {n: t.detach().contiguous() for n, t in network.module.state_dict().items()}
@@ -50,40 +103,91 @@ class RunFolder:
         blob = safetensors_bytes(tensors, {"fedflat": json.dumps({"model": self.recipe.model.name})})
         versions = {"fedflat": version("fedflat"), "torch": torch.__version__, "python": platform.python_version()}
         digest = hashlib.sha256(blob).hexdigest()
-        write_whole(self.path / "model.safetensors", blob)
         text = json.dumps({**summary, "model_sha256": digest, "versions": versions}, indent=2)
-        write_whole(self.path / "summary.json", text.encode() + b"\n")
-        self._metrics.close()
+        with written_to(self.path, "make room, then `fedflat resume` it"):
+            write_whole(self.path / "model.safetensors", blob)
+            write_whole(self.path / "summary.json", text.encode() + b"\n")
+
+
+@contextmanager
+def written_to(path: Path, advice: str) -> Iterator[None]:
+    """A disk that is full, broken or closed to us, in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); {advice}") from None
 
 
 def refuse_taken(path: Path) -> None:
     """A directory that holds a round of a run is never written over."""
     metrics = path / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
-        raise RunError(f"{path}: already holds a run; choose another --out")
+        raise RunError(f"{path}: already holds a run; go on with it by `fedflat resume {path}` or choose another --out")
+
+
+def refuse_other(path: Path, recipe: Recipe) -> None:
+    """A run goes on with the recipe that it began with, or its numbers would mean nothing."""
+    before, now = read_recipe(path).essentials(), recipe.essentials()
+    for section, old in before.items():
+        new, name = now[section], section
+        if old != new and isinstance(old, dict):
+            field = next(key for key in {**old, **new} if old.get(key) != new.get(key))
+            old, new, name = old.get(field), new.get(field), f"{section}.{field}"
+        if old != new:
+            raise RunError(f"{path}: was begun with {name} = {old!r}, not {new!r}; resume it as it was, or begin anew")
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """All or nothing: a reader never finds half a file under the final name."""
+    """All or nothing, even if the power goes: written aside, synced, renamed."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_bytes(content)
-    aside.replace(path)
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
 
 
-def read_run(directory: Path) -> tuple[Recipe, dict[str, Tensor]]:
-    """The recipe and the model of a finished run, as they lie in its directory."""
-    directory = Path(directory)
-    recipe, model = directory / "recipe.toml", directory / "model.safetensors"
-    if not recipe.is_file():
+def sync_directory(path: Path) -> None:
+    """Names, too, reach the disk only when they are synced."""
+    if sys.platform == "win32":
+        return
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def read_recipe(directory: Path) -> Recipe:
+    """The recipe of a run, as it lies in its directory."""
+    path = Path(directory) / "recipe.toml"
+    if not path.is_file():
         raise RunError(f"{directory}: no run is here (no recipe.toml); give a directory that `fedflat run` wrote")
-    if not model.is_file():
-        raise RunError(f"{directory}: the run is not finished (no model.safetensors); let it finish first")
     try:
         # Not `recipe.load`: what a run wrote is complete, and the default recipe must not fill in what it left open.
-        return validated(tomllib.loads(recipe.read_text("utf-8"))), load_file(model)
+        return validated(tomllib.loads(path.read_text("utf-8")))
     except RecipeError as error:
-        raise RecipeError(f"{recipe}: {error}") from None
-    except SafetensorError as error:
-        raise RunError(f"{model}: not a readable safetensors file ({error})") from None
+        raise RecipeError(f"{path}: {error}") from None
     except (OSError, ValueError) as error:
-        raise RunError(f"{directory}: its recipe or model cannot be read ({error})") from None
+        raise RunError(f"{path}: cannot be read ({error})") from None
+
+
+def read_model(directory: Path) -> dict[str, Tensor]:
+    """The model of a finished run."""
+    path = Path(directory) / "model.safetensors"
+    if not path.is_file():
+        raise RunError(
+            f"{directory}: the run is not finished (no model.safetensors); let `fedflat resume {directory}` finish it, "
+            "or give one of its checkpoints"
+        )
+    try:
+        return from_safetensors(path.read_bytes())
+    except SafetensorError as error:
+        raise RunError(f"{path}: not a readable safetensors file ({error})") from None
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror})") from None

@@ -36,6 +36,7 @@ class Method:
         self.memory = tuple(name for part in self.parts for name in part.memory)
         self.state = tuple(name for part in self.parts for name in part.state)
         self.uploads = tuple(name for part in self.parts for name in part.uploads)
+        self.figures = {name: size for part in self.parts for name, size in part.figures.items()}
         self._refuse_conflicts()
 
     def _refuse_conflicts(self) -> None:

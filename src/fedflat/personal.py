@@ -107,7 +107,7 @@ def personalise(
     left as it was. `watch` goes around the clients to show progress.
 
     >>> from fedflat.recipe import load
-    >>> from fedflat.run import prepare
+    >>> from fedflat.prepare import prepare
     >>> problem, _ = prepare(load())
     >>> results = personalise(problem, problem.network.weights, epochs=(0, 1))
     >>> [(row["epochs"], row["clients"]) for row in summary(results)]

@@ -123,6 +123,28 @@ class Evaluation(Section):
     target: float | None = Field(None, gt=0, le=1, description="accuracy for `rounds to target`")
 
 
+class Admission(Section):
+    """Which uploads are merged, and what becomes of a round in which some are not."""
+
+    quorum: int = Field(1, ge=1, description="accepted clients below which a round is skipped")
+    patience: int = Field(3, ge=1, description="skipped rounds in a row after which the run stops")
+    failures: Literal["drop", "stop"] = Field(
+        "drop", description="what a client that fails or is refused comes to: left out of its round, or the run stops"
+    )
+    deadline: float = Field(0.0, ge=0, description="seconds that a client's turn may take; 0 = as long as it wants")
+    max_norm: float = Field(1e6, gt=0, description="largest ‖Δ‖ of a client")
+    max_ratio: float = Field(0.0, ge=0, description="largest ‖Δ‖ in units of the cohort's median; 0 = any")
+    max_samples: int = Field(1_000_000_000, ge=1, description="largest number of samples that a client may claim")
+
+
+class Checkpoint(Section):
+    """How often a run with a directory is saved, so that a crash loses little."""
+
+    every: int = Field(
+        0, ge=0, description="rounds between checkpoints; 0 = as often as costs less than 3 % of the time"
+    )
+
+
 class Engine(Named):
     """Where the clients' turns run."""
 
@@ -148,7 +170,13 @@ class Recipe(Section):
     local: Local = Local()
     server: Server = Server()
     evaluation: Evaluation = Evaluation()
+    admission: Admission = Admission()
+    checkpoint: Checkpoint = Checkpoint()
     engine: Engine = Engine()
+
+    def essentials(self) -> dict[str, Any]:
+        """All that the numbers of a run depend on: not how many rounds, how often it is saved, or on how many cores."""
+        return self.model_dump(exclude={"checkpoint": True, "server": {"rounds"}, "engine": {"name", "workers"}})
 
     def to_toml(self) -> str:
         """The recipe with every value in force; `load` reads it back."""
@@ -170,6 +198,14 @@ def load(source: str | Path | None = None, overrides: Iterable[str] = ()) -> Rec
     """
     table = _read(source) if source is not None else {}
     table = _merged(_preset(table.pop("preset", "default")), table)
+    for override in overrides:
+        table = _merged(table, _override(override))
+    return validated(table)
+
+
+def overridden(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
+    """A recipe that is complete, with `section.field=value` on top."""
+    table = recipe.model_dump(exclude_none=True)
     for override in overrides:
         table = _merged(table, _override(override))
     return validated(table)

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from fedflat.client import Brief, Problem
+from fedflat.admission import Gate
+from fedflat.client import Brief, Problem, Refusal
 from fedflat.engine.engine import Engine, one_thread
-from fedflat.errors import RecipeError, TrainingError
+from fedflat.errors import RecipeError
 from fedflat.metrics import MEASURES, bytes_of
-from fedflat.parts import ServerState, Upload, Uploads
+from fedflat.parts import ServerState, Uploads
 from fedflat.randomness import numpy_generator
-from fedflat.recipe import Evaluation, Server
+from fedflat.recipe import Admission, Evaluation, Server
 
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What is known of a round once its uploads are merged."""
+    """What is known of a round once its uploads are merged: the cohort are the clients that were."""
 
     cohort: list[int]
     local_loss: float
-    measures: dict[str, float]
     bytes_down: int
     bytes_up: int
-    notes: dict[str, float]
+    measures: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, float] = field(default_factory=dict)
+    refused: list[Refusal] = field(default_factory=list)
+    skipped: str = ""
 
 
 def first_state(problem: Problem) -> ServerState:
@@ -71,27 +75,35 @@ def conduct(
     engine: Engine,
     cohort: Sequence[int],
     watch: Evaluation | None = None,
+    limits: Admission | None = None,
 ) -> tuple[ServerState, RoundReport]:
-    """One round: brief the cohort, let the engine train it, merge the uploads into the next state.
+    """One round: brief the cohort, let the engine train it, merge the uploads that are admitted into the next state.
 
-    The server's sums are made by one thread too, or their last bits would depend on the machine; and idle threads that
-    spin would take the workers' cores.
+    With fewer than the quorum of them the round is skipped: nothing changes but its number. The server's sums are made
+    by one thread too, or their last bits would depend on the machine; and idle threads that spin would take the
+    workers' cores.
     """
     sent = problem.method.send(state)
     if state.buffers.numel() and problem.buffers == "average":
         sent["buffers"] = state.buffers
     brief = Brief(state.round, problem.local.lr * problem.local.lr_decay**state.round, sent)
-    arriving = (_sound(upload, state.round) for upload in engine.turns(brief, cohort))
-    uploads = Uploads(arriving, server.average, cohort)
-    merged = merge(problem, server, state, uploads)
+    limits = limits or Admission()
+    gate = Gate(problem, limits, state.round)
+    uploads = Uploads(gate.admitted(engine.turns(brief, cohort)), server.average, cohort)
     report = RoundReport(
         cohort=[upload.client for upload in uploads],
-        local_loss=sum(w * u.loss for w, u in zip(uploads.weights, uploads, strict=True)),
-        measures=_measured(engine, state, merged, uploads, sent["weights"], watch) if watch else {},
-        bytes_down=len(uploads) * bytes_of(*sent.values()),
+        local_loss=sum(w * u.loss for w, u in zip(uploads.weights, uploads, strict=True)) if uploads else math.nan,
+        bytes_down=len(cohort) * bytes_of(*sent.values()),
         bytes_up=sum(bytes_of(u.delta, *u.vectors.values()) for u in uploads),
         notes=_mean_notes(uploads),
+        refused=gate.refused,
     )
+    if len(uploads) < limits.quorum:
+        skipped = _skipped(gate, limits, uploads)
+        return replace(state, round=state.round + 1), replace(report, cohort=[], skipped=skipped)
+    merged = merge(problem, server, state, uploads)
+    if watch:
+        report = replace(report, measures=_measured(engine, state, merged, uploads, sent["weights"], watch))
     engine.remember(uploads)
     return replace(merged, round=state.round + 1), report
 
@@ -103,13 +115,12 @@ def merge(problem: Problem, server: Server, state: ServerState, uploads: Uploads
     return replace(state, weights=state.arrival, buffers=averaged)
 
 
-def _sound(upload: Upload, round: int) -> Upload:
-    if not (math.isfinite(upload.norm) and math.isfinite(upload.loss)):
-        raise TrainingError(
-            f"client {upload.client} in round {round}: its model is no longer finite (mean loss {upload.loss:.3g}); "
-            "lower local.lr or set local.clip"
-        )
-    return upload
+def _skipped(gate: Gate, limits: Admission, uploads: Uploads) -> str:
+    """Why a round was skipped, with the first client of the most frequent reason as the example."""
+    reasons = Counter(refusal.reason for refusal in gate.refused)
+    example = next((r for r in gate.refused if r.reason == reasons.most_common(1)[0][0]), None)
+    why = f"; {gate.sentence(example)}" if example else ""
+    return f"{len(uploads)} accepted, admission.quorum = {limits.quorum}{why}"
 
 
 def _measured(

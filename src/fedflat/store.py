@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedflat.errors import RunError
 from fedflat.local import Vectors
 
 LINE = 64  # elements; so that every row begins on a cache line, and kernels see one alignment in every process
@@ -23,14 +25,31 @@ class Table:
     def __init__(self, path: Path, rows: int, size: int, dtype: torch.dtype) -> None:
         self._spec = (path, rows, size, dtype)
         stride = -(-size // LINE) * LINE
-        flat = torch.from_file(str(path), shared=True, size=max(rows * stride, 1), dtype=dtype)
-        self._rows = flat[: rows * stride].view(rows, stride)[:, :size]
+        self._bytes = stride * dtype.itemsize
+        with path.open("ab") as file:
+            file.truncate(max(rows * self._bytes, 1))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        flat = torch.frombuffer(self._map, dtype=dtype, count=rows * stride)
+        self._rows = flat.view(rows, stride)[:, :size]
 
     def __reduce__(self) -> Any:
         return Table, self._spec
 
     def __getitem__(self, row: int) -> Tensor:
         return self._rows[row]
+
+    def store(self, row: int, vector: Tensor) -> None:
+        """Write a row as files are written: on a full disk that is an error, where touching the mapping would kill."""
+        with self._spec[0].open("r+b") as file:
+            file.seek(row * self._bytes)
+            file.write(vector.contiguous().cpu().view(torch.uint8).numpy().data)
+
+    def release(self, row: int) -> None:
+        """Forget the row's pages in this process, not in the file, so that it holds only the rows that it works on."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = row * self._bytes // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, start, (row + 1) * self._bytes - start)
 
 
 class Tables:
@@ -53,19 +72,47 @@ class Tables:
 
 
 class Memory:
-    """What each client keeps between rounds, and whether it has taken part at all."""
+    """What each client keeps between rounds, and whether it has taken part at all.
+
+    However many clients there are, a process holds no more than the rows that it has not yet released.
+    """
 
     def __init__(self, directory: Path, clients: int, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
-        self._vectors = Tables(directory, "memory", clients, sizes, dtype)
+        self._tables = {name: Table(directory / f"memory.{name}", clients, n, dtype) for name, n in sizes.items() if n}
         self._seen = Table(directory / "seen", 1, clients, torch.bool)
+        self.changed: set[int] = set()
 
     def __getitem__(self, client: int) -> Vectors | None:
         """The client's vectors, or None before its first round."""
-        return self._vectors[client] if bool(self._seen[0][client]) else None
+        return {name: table[client] for name, table in self._tables.items()} if bool(self._seen[0][client]) else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tables)
 
     def keep(self, client: int, vectors: Vectors) -> None:
-        self._vectors.write(client, vectors)
+        try:
+            for name, table in self._tables.items():
+                table.store(client, vectors[name])
+        except OSError as error:
+            raise RunError(
+                f"client {client}: its memory cannot be kept ({error.strerror}); make room or set TMPDIR elsewhere"
+            ) from None
         self._seen[0][client] = True
+        self.changed.add(client)
+
+    def restore(self, kept: Iterable[tuple[int, Vectors]]) -> None:
+        """What a checkpoint holds, as if it had been kept in this run."""
+        for client, vectors in kept:
+            self.keep(client, vectors)
+            self.release([client])
+        self.changed.clear()
+
+    def release(self, clients: Iterable[int]) -> None:
+        """These clients' turns are over: their rows need not stay in this process."""
+        for client in clients:
+            for table in self._tables.values():
+                table.release(client)
 
 
 class Scratch:

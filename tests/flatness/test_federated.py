@@ -194,7 +194,7 @@ def test_a_client_that_cannot_answer_is_named_by_the_pool_and_raises_its_own_err
     problem, state = case
     for start, error, said in (
         (inline, ValueError, "no idea"),
-        (pool(2, 3), TrainingError, "client 4: ValueError: no idea"),
+        (pool(2, 3), TrainingError, "client 4: ValueError while evaluating: no idea"),
     ):
         with start(problem, state, Scaled(ignorant=4)) as engine, pytest.raises(error, match=said):
             list(engine.ask(state, state.weights, range(8)))

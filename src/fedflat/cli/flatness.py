@@ -56,7 +56,7 @@ def flatness(
     """Spectrum and trace of the Hessian, sharpness and norms of the global models of finished runs."""
     from fedflat.errors import RecipeError
     from fedflat.flatness import FederatedHessian, HessianProduct, Portion, measure, spectrum
-    from fedflat.run import load_run, start_engine
+    from fedflat.prepare import load_run, start_engine
     from fedflat.server import first_state
 
     if federated and layers:
@@ -102,7 +102,7 @@ def landscape(
     from fedflat.errors import RecipeError
     from fedflat.flatness import Hessian, Portion, eigen_plane, filter_normalised, top_eigenvalues
     from fedflat.flatness import landscape as walk
-    from fedflat.run import load_run
+    from fedflat.prepare import load_run
 
     if not 0 < span < math.inf:
         raise RecipeError(f"--span {span}: it must be a positive number")
@@ -158,7 +158,7 @@ def duality(
 
     from fedflat.flatness import Portion, layers_of
     from fedflat.flatness import duality as analyse
-    from fedflat.run import load_run
+    from fedflat.prepare import load_run
 
     rows, results = list[dict[str, Any]](), {}
     for run in _checked(runs):
@@ -199,7 +199,7 @@ def _joined(batches: list[tuple[Any, Any]]) -> tuple[Any, Any]:
 
 def _checked(runs: list[Path]) -> list[Path]:
     """The runs, once all of them can be read: nothing is measured before that."""
-    from fedflat.run import load_run
+    from fedflat.prepare import load_run
 
     for run in runs:
         load_run(run)

@@ -33,13 +33,13 @@ def personalize(
     """
     from rich.progress import track
 
-    from fedflat.folder import read_run
+    from fedflat.folder import read_model, read_recipe
     from fedflat.personal import Neighbours, personalise, save, summary
-    from fedflat.run import assemble, last_lr, load_run
+    from fedflat.prepare import assemble, last_lr, load_run
 
     neighbours = Neighbours(k, mix, scale, capacity)
     for run in runs:
-        read_run(run)
+        read_recipe(run), read_model(run)
     rows: list[dict[str, Any]] = []
     for run in runs:
         problem, recipe = load_run(run)

@@ -1,15 +1,19 @@
-"""Train, and look at what would be trained on: run, split, recipe."""
+"""Train, and look at what would be trained on: run, resume, split, recipe."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, RecipeArgument, SetOption, Spread, app, err, out
+from fedflat.cli.app import JsonOption, RecipeArgument, SetOption, Spread, app, complain, err, out
 from fedflat.errors import RecipeError
+
+if TYPE_CHECKING:
+    from fedflat.recipe import Recipe
 
 
 @app.command(cls=Spread)
@@ -20,18 +24,19 @@ def run(
     ] = None,
     set_: SetOption = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="run directory; default runs/NAME")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with what --out holds of this run")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a federated model from a recipe."""
-    from fedflat.recipe import Recipe, load
+    if resume and out_dir is None:
+        raise RecipeError("--resume: say by --out which run to go on with, or use `fedflat resume DIR`")
+    from fedflat.recipe import load
 
     chosen = [[f"method={json.dumps(name)}"] for name in method or []] or [[]]
     recipes = [load(recipe, [*(set_ or []), *one]) for one in chosen]
 
     from fedflat.folder import refuse_taken
     from fedflat.methods import parse
-    from fedflat.report.display import RoundProgress, comparison
-    from fedflat.run import execute, prepare
 
     base = out_dir or _free_directory()
     folders: dict[Path, Recipe] = {}
@@ -40,21 +45,45 @@ def run(
         folder = base if len(recipes) == 1 else base / _slug(str(each.method))
         if folder in folders:
             raise RecipeError(f"--method {each.method}: given twice")
-        refuse_taken(folder)
+        if not resume:
+            refuse_taken(folder)
         folders[folder] = each
+    _train(folders, resume, as_json)
+    if not as_json:
+        out.print(f"written to {base}", markup=False, highlight=False)
+
+
+@app.command(cls=Spread)
+def resume(
+    directory: Annotated[Path, typer.Argument(help="run directory that `fedflat run` wrote")],
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Go on with a run that was interrupted, or make it longer: --set server.rounds=200."""
+    from fedflat.folder import read_recipe
+    from fedflat.recipe import overridden
+
+    _train({directory: overridden(read_recipe(directory), set_ or [])}, True, as_json)
+
+
+def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool) -> None:
+    """One run after the other, and a table of them all."""
+    from fedflat.prepare import prepare
+    from fedflat.report.display import RoundProgress, comparison
+    from fedflat.run import execute
+
     results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
     for folder, each in folders.items():
         problem, full = prepare(each)
-        if not as_json and not results:
+        if not as_json and not resume and not results:
             out.print(full.to_toml(), markup=False, highlight=False)
         with RoundProgress(str(each.method), full.server.rounds, err if as_json else out) as progress:
-            result = execute(problem, full, folder, [progress])
+            result = execute(problem, full, folder, [progress], resume, complain)
         results.append((str(each.method), result.history, {**result.summary, "directory": str(folder)}))
     if as_json:
         print(json.dumps([summary for _, _, summary in results], indent=2))
     else:
-        out.print(comparison(results, recipes[0].evaluation.on))
-        out.print(f"written to {base}", markup=False, highlight=False)
+        out.print(comparison(results, next(iter(folders.values())).evaluation.on))
 
 
 def _free_directory() -> Path:
@@ -76,10 +105,10 @@ def split(
 ) -> None:
     """Show who holds what: clients × classes of a recipe's split."""
     from fedflat.federation import partition
+    from fedflat.prepare import gather
     from fedflat.recipe import load
     from fedflat.report.display import split_table
     from fedflat.report.picture import draw_split
-    from fedflat.run import gather
 
     chosen = load(recipe, set_ or [])
     federation = gather(chosen)

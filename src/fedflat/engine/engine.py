@@ -9,16 +9,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedflat.client import Brief, Problem
+from fedflat.client import Brief, Problem, Refusal
 from fedflat.metrics import Score
 from fedflat.parts import ServerState, Upload, Uploads
+from fedflat.store import Memory
 
 
 class Engine(Protocol):
     """Where the clients' turns run. The results are the same to the bit on every engine."""
 
-    def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload]:
-        """The cohort's uploads in any order; their vectors hold until the next call."""
+    @property
+    def memory(self) -> Memory | None:
+        """What the clients keep between rounds, where the server can see it."""
+        ...
+
+    def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
+        """The cohort's uploads in any order; their vectors hold until the next call. A client that fails is refused."""
         ...
 
     def remember(self, uploads: Uploads) -> None:

@@ -8,7 +8,7 @@ from operator import add
 
 from torch import Tensor
 
-from fedflat.client import Brief, Problem, Question, Worker
+from fedflat.client import Brief, Problem, Question, Refusal, Worker, mishap
 from fedflat.engine.engine import chunks, groups, one_thread
 from fedflat.metrics import Score
 from fedflat.parts import ServerState, Upload, Uploads
@@ -22,20 +22,29 @@ class Inline:
         self._problem = problem
         self._worker = Worker(problem, question)
         self._scratch = Scratch(problem.room())
-        self._memory = Memory(
+        self.memory = Memory(
             self._scratch.path, problem.federation.clients, problem.memory, problem.network.weights.dtype
         )
 
-    def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload]:
+    def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
         for group in groups(self._problem, cohort):
-            clients = [cohort[position] for position in group]
+            yield from self._turns(brief, [cohort[position] for position in group])
+
+    def _turns(self, brief: Brief, clients: Sequence[int]) -> list[Upload | Refusal]:
+        """The turns of clients that share steps; if one of them fails, each for itself."""
+        try:
             with one_thread():
-                uploads = self._worker.turns(brief, clients, [self._memory[client] for client in clients])
-            yield from uploads
+                memories = [self.memory[client] for client in clients]
+                return [*self._worker.turns(brief, clients, memories)]
+        except Exception as error:
+            if len(clients) == 1:
+                return [Refusal(clients[0], "raised", mishap(error, self._worker.stage), error)]
+            return [outcome for client in clients for outcome in self._turns(brief, [client])]
 
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:
-            self._memory.keep(upload.client, upload.memory)
+            self.memory.keep(upload.client, upload.memory)
+        self.memory.release(upload.client for upload in uploads)
 
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
         samples = self._problem.federation.size(part)

@@ -5,6 +5,7 @@ from fedflat.parts.local_work import FallingRate, FrozenHead, MetaStep
 from fedflat.parts.part import Part, Range, ServerState, Upload, Uploads, option
 from fedflat.parts.proximal import AblatedAscent, ProximalAscent
 from fedflat.parts.pulls import ClientMomentum, ControlVariates, DynamicDual, Proximal
+from fedflat.parts.robust import TrimmedMean
 from fedflat.parts.server import (
     AdaptiveServer,
     NormalisedAveraging,
@@ -43,6 +44,7 @@ __all__ = [
     "ServerState",
     "ServerStep",
     "TopEigenvalue",
+    "TrimmedMean",
     "Upload",
     "Uploads",
     "WeightAveraging",

@@ -194,8 +194,13 @@ class Part:
 
     @property
     def uploads(self) -> tuple[str, ...]:
-        """Names of the vectors of size d that go up beside Δ; smaller ones need no announcement."""
+        """Names of the vectors of size d that go up beside Δ."""
         return ()
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """The few numbers that go up beside them, each with its length."""
+        return {}
 
     @property
     def place(self) -> Place:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -133,6 +133,7 @@ class NormalisedAveraging(Part):
     """
 
     place = "average"
+    figures: ClassVar = {"normaliser": 2}
 
     def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
         rule = outcome.rule

@@ -20,6 +20,7 @@ class RoundProgress:
     def __init__(self, title: str, rounds: int, console: Console) -> None:
         self._title, self._rounds, self._console = title, rounds, console
         self._begun = time.perf_counter()
+        self._before: int | None = None
         self._accuracy: float | None = None
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -38,7 +39,10 @@ class RoundProgress:
 
     def __call__(self, record: Record) -> None:
         done, self._accuracy = record["round"], record.get("accuracy", self._accuracy)
-        speed = done / max(time.perf_counter() - self._begun, 1e-9)
+        self._before = done - 1 if self._before is None else self._before  # rounds of a run that was resumed
+        speed = (done - self._before) / max(time.perf_counter() - self._begun, 1e-9)
+        for line in troubles(record):
+            self._console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
         found = f"{'' if self._accuracy is None else f'accuracy {self._accuracy:.4f}  '}{speed:.1f} rounds/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=done, found=found)
@@ -52,6 +56,14 @@ class RoundProgress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def troubles(record: Record, most: int = 3) -> list[str]:
+    """The clients that a round refused, and whether it was skipped for it, in a few lines."""
+    refused = [f"client {r['client']} refused: {r['reason']}: {r['detail']}" for r in record.get("refused", ())]
+    more = [f"and {len(refused) - most} more"] if len(refused) > most else []
+    skipped = ["skipped: too few clients were accepted"] if record.get("skipped") else []
+    return [f"round {record['round']}: {line}" for line in refused[:most] + more + skipped]
 
 
 def comparison(results: Sequence[tuple[str, Sequence[Record], Record]], samples: str) -> Table:

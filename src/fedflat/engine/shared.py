@@ -1,0 +1,99 @@
+"""What the server and its workers see at the same time, and the tasks that name it by numbers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedflat.client import Problem, Worker
+from fedflat.errors import FedflatError
+from fedflat.parts import ServerState, Upload
+from fedflat.store import Memory, Scratch, Table, Tables
+
+Numbers = dict[str, Any]
+
+
+class Task(NamedTuple):
+    """From start to stop: turns ("tu") or answers ("as") of clients, scores on test ("te") or training ("tr") samples.
+
+    No two tasks of a pool have the same number. Clients are named by their place in the round's order, which lies in
+    shared memory.
+    """
+
+    kind: bytes
+    number: int
+    round: int
+    lr: float
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """What became of a task instead of an answer: raised, hung or died; if one of our own errors was raised, which."""
+
+    reason: str
+    detail: str
+    error: type[FedflatError] | None = None
+
+
+RECORD = struct.Struct("<2sqqdqq")
+
+
+class Shared:
+    """The vectors that the server and its workers see at the same time."""
+
+    def __init__(self, scratch: Scratch, problem: Problem, state: ServerState, slots: int, workers: int) -> None:
+        size, statistics, dtype = problem.network.size, problem.network.buffers.numel(), state.weights.dtype
+        shared = 0 if "buffers" in problem.memory else statistics
+        sent = {name: vector.numel() for name, vector in problem.method.send(state).items()}
+        uploads = dict.fromkeys(("delta", *problem.method.uploads), size)
+        self.board = Tables(scratch.path, "sent", 1, {**sent, "buffers": shared}, dtype)
+        self.model = Tables(scratch.path, "model", 1, {"weights": size, "buffers": statistics}, dtype)
+        self.vector = Table(scratch.path / "vector", 1, size, dtype)
+        self.slots = Tables(scratch.path, "upload", slots, {**uploads, "buffers": shared}, dtype)
+        self.kept = Tables(scratch.path, "kept", slots, problem.memory, dtype)
+        self.memory = Memory(scratch.path, problem.federation.clients, problem.memory, dtype)
+        self.order = Tables(scratch.path, "order", 1, {"slots": slots, "clients": slots}, torch.int64)
+        # The number of the task that each worker is at, since when, and at which stage of it; 0 if it waits for one.
+        self.busy = Table(scratch.path / "busy", 1, workers, torch.int64)
+        self.since = Table(scratch.path / "since", 1, workers, torch.float64)
+        self.stage = Table(scratch.path / "stage", workers, 1, torch.int64)
+
+    def lay(self, slots: Sequence[int], clients: Sequence[int]) -> None:
+        """The order of a round: who takes part, and in which slot the upload is left."""
+        for name, numbers in ("slots", slots), ("clients", clients):
+            self.order[0][name][: len(numbers)] = torch.tensor(numbers)
+
+    def who(self, start: int, stop: int) -> tuple[list[int], list[int]]:
+        """Slots and clients of a task."""
+        order = self.order[0]
+        return order["slots"][start:stop].tolist(), order["clients"][start:stop].tolist()
+
+    def shown(self, worker: Worker) -> tuple[Tensor, Tensor]:
+        """Weights and buffers of the model to look at."""
+        model = self.model[0]
+        return model["weights"], model.get("buffers", worker.problem.network.buffers)
+
+    def stripped(self, upload: Upload, slot: int) -> Numbers:
+        """The worker's side: the vectors into the slot, the numbers into the message."""
+        self.slots.write(slot, {"delta": upload.delta, **upload.vectors})
+        self.kept.write(slot, upload.memory)
+        small = {name: vector.tolist() for name, vector in upload.vectors.items() if name not in self.slots}
+        numbers = {name: getattr(upload, name) for name in ("client", "samples", "steps", "lr", "loss", "notes")}
+        return {**numbers, "vectors": small, "norm": upload.norm}
+
+    def completed(self, numbers: Numbers, slot: int) -> Upload:
+        """The server's side: the numbers of the message with the vectors of the slot."""
+        vectors = self.slots[slot]
+        delta = vectors.pop("delta")
+        vectors |= {name: delta.new_tensor(values) for name, values in numbers.pop("vectors").items()}
+        norm = numbers.pop("norm")
+        upload = Upload(**numbers, delta=delta, vectors=vectors, memory=self.kept[slot])
+        vars(upload)["norm"] = norm
+        return upload

@@ -1,0 +1,73 @@
+"""A worker process: it takes a task, does it, and answers, until the server is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from fedflat.client import Brief, Problem, Question, Worker, mishap
+from fedflat.engine.shared import RECORD, Mishap, Numbers, Shared, Task
+from fedflat.errors import FedflatError
+from fedflat.metrics import Score
+
+
+def serve(
+    number: int,
+    problem: Problem,
+    question: Question | None,
+    shared: Shared,
+    tasks: Connection,
+    answer: Connection,
+    inherited: Sequence[Connection],
+) -> None:
+    """A worker's life: take a task, do it, answer; end when the server closes the pipe."""
+    for end in inherited:
+        end.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    worker = Worker(problem, question, shared.stage[number])
+    busy, since = shared.busy[0], shared.since[0]
+    with suppress(ConnectionError):
+        while record := os.read(tasks.fileno(), RECORD.size):
+            task = Task(*RECORD.unpack(record))
+            since[number] = time.monotonic()
+            busy[number] = task.number
+            answer.send((task.number, _answer(worker, shared, task)))
+            busy[number] = 0
+
+
+def _answer(worker: Worker, shared: Shared, task: Task) -> Any:
+    """What came of a task, or the mishap that it ended in."""
+    try:
+        return {b"tu": _turns, b"as": _tell}.get(task.kind, _score)(worker, shared, task)
+    except FedflatError as error:
+        return Mishap("raised", str(error), type(error))
+    except Exception as error:
+        return Mishap("raised", mishap(error, worker.stage if task.kind == b"tu" else "evaluating"))
+
+
+def _turns(worker: Worker, shared: Shared, task: Task) -> list[Numbers]:
+    slots, clients = shared.who(task.start, task.stop)
+    brief = Brief(task.round, task.lr, shared.board[0])
+    uploads = worker.turns(brief, clients, [shared.memory[client] for client in clients])
+    answers = [shared.stripped(upload, slot) for upload, slot in zip(uploads, slots, strict=True)]
+    shared.memory.release(clients)
+    return answers
+
+
+def _tell(worker: Worker, shared: Shared, task: Task) -> None:
+    (slot,), (client,) = shared.who(task.start, task.stop)
+    shared.slots[slot]["delta"].copy_(worker.answer(*shared.shown(worker), client, shared.vector[0]))
+
+
+def _score(worker: Worker, shared: Shared, task: Task) -> Score:
+    part = "test" if task.kind == b"te" else "train"
+    return worker.score(*shared.shown(worker), part, task.start, task.stop)
