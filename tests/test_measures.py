@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedflat import Method, Part, Samples, models, train
@@ -15,6 +16,7 @@ from fedflat.client import Brief, Problem
 from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool
 from fedflat.errors import RecipeError
+from fedflat.flatness import Hessian, Objective, Portion, top_eigenvalues
 from fedflat.methods import parse
 from fedflat.parts import ProximalAscent
 from fedflat.recipe import Evaluation, Local, Server
@@ -247,3 +249,42 @@ def test_measures_do_not_change_a_bit_of_what_is_trained(digits, build, method):
     assert len({fingerprint(run) for run in runs}) == 1
     for name in ("accuracy", "loss", "local_loss", "bytes_up"):
         assert len({str(run.curve(name)) for run in runs}) == 1
+
+
+@pytest.mark.parametrize(("build", "method"), [(mlp, "fedsam"), (mlp, "swa(start=2)"), (normalised, "feddyn")])
+def test_the_sharpness_is_the_top_eigenvalue_of_the_pooled_samples_at_the_shown_weights(digits, build, method):
+    settings = dict(rounds=4, cohort=5, lr=0.3, seed=3, sharpness=2, sharpness_samples=300)
+    result = train(digits, build(), method, engine="inline", **settings)
+    batches = Portion(300, seed=3).batches(digits, range(digits.clients))
+    (value,) = top_eigenvalues(Hessian(Objective(result.model, F.cross_entropy, batches)), k=1, tolerance=1e-6).values
+    assert [round for round, _ in result.curve("lambda1")] == [2, 4]
+    assert result.history[-1]["lambda1"] == pytest.approx(float(value), rel=1e-3)
+
+
+def test_for_least_squares_the_sharpness_is_that_of_all_inputs_in_every_round(regression):
+    settings = dict(rounds=3, lr=0.01, precision="float64", engine="inline", sharpness=1, sharpness_samples=0)
+    result = train(regression, nn.Linear(3, 1, bias=False), loss=half_square, **settings)
+    x = regression.dataset.train.inputs
+    expected = float(torch.linalg.eigvalsh(x.T @ x / 80)[-1])
+    assert [value for _, value in result.curve("lambda1")] == pytest.approx([expected] * 3, rel=1e-3)
+    clients, vector = 4, 3 * 8
+    products = [crossed / (2 * clients * vector) for _, crossed in result.curve("sharpness_bytes")]
+    assert all(count == int(count) > 1 for count in products)
+
+
+@pytest.mark.parametrize(("build", "method"), [(mlp, "fedsol"), (normalised, "feddyn")])
+def test_sharpness_does_not_depend_on_engine_or_workers_nor_change_a_bit_of_the_training(digits, build, method):
+    settings = dict(rounds=3, cohort=5, momentum=0.5)
+    plain = train(digits, build(), method, engine="inline", **settings)
+    assert not plain.curve("lambda1")
+    engines = (dict(engine="inline"), dict(engine="pool", workers=1), dict(engine="pool", workers=2))
+    runs = [train(digits, build(), method, sharpness=2, sharpness_samples=50, **settings, **each) for each in engines]
+    assert len({str(run.curve("lambda1")) for run in runs}) == 1
+    assert {fingerprint(run) for run in runs} == {fingerprint(plain)}
+    assert len({str(run.curve("accuracy")) for run in [plain, *runs]}) == 1
+
+
+def test_a_curvature_beyond_all_numbers_has_no_eigenvalue_rather_than_zero():
+    x = torch.full((2, 3), 1e25)
+    steep = Objective(nn.Linear(3, 1, bias=False), half_square, [(x, x[:, :1])])
+    assert math.isnan(float(top_eigenvalues(Hessian(steep), k=1).values))

@@ -27,7 +27,7 @@ def test_a_printed_recipe_loads_to_itself(name):
         ("local.epochs=1.5", "local.epochs = 1.5: input should be a valid integer"),
         ("server.cohort=1.5", "server.cohort = 1.5: must be a whole count, or a ratio above 0 up to 1.0"),
         ("server.cohort=0", "server.cohort = 0: input should be greater than 0"),
-        ("engine=cluster", "engine.name = 'cluster': input should be 'auto', 'inline' or 'pool'"),
+        ("engine=cluster", "engine.name = 'cluster': input should be 'auto', 'inline', 'pool' or 'ray'"),
         ("local=3", "local = 3: input should be a valid"),
         ("local.clip_mode=some", "local.clip_mode = 'some': input should be 'loss_only', 'official' or 'all'"),
         ("rounds", "--set rounds: write it as section.field=value"),

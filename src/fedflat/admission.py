@@ -7,12 +7,12 @@ the client's memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from statistics import median
 
 import torch
 
-from fedflat.client import Problem, Refusal
+from fedflat.client import FAILURES, Problem, Refusal
 from fedflat.errors import FedflatError, TrainingError
 from fedflat.parts import Upload
 from fedflat.recipe import Admission
@@ -23,15 +23,21 @@ ADVICE = {
     "hung": "raise admission.deadline if its turn may take that long",
     "raised": 'with admission.failures = "stop" and engine.name = "inline" its traceback is shown',
 }
+SYMBOLS = {"delta": "Δ"}
+MOST = 1e9  # steps that a client may claim, or its learning rate: beyond reason, and far from overflow
 
 
 class Gate:
     """The checks of a problem's uploads, and the list of those that were turned away in a round."""
 
-    def __init__(self, problem: Problem, limits: Admission, round: int) -> None:
-        self._limits, self._round = limits, round
-        self._dtype, self._sizes = problem.network.weights.dtype, problem.uploads
-        self.refused: list[Refusal] = []
+    def __init__(self, problem: Problem, limits: Admission, round: int, failed: Iterable[Refusal] = ()) -> None:
+        self._problem, self._limits, self._round = problem, limits, round
+        self.refused = list(failed)
+
+    @property
+    def failed(self) -> list[Refusal]:
+        """Those that gave no upload at all."""
+        return [refusal for refusal in self.refused if refusal.reason in FAILURES]
 
     def admitted(self, arriving: Iterable[Upload | Refusal]) -> Iterator[Upload]:
         """The sound ones among the uploads; where norms are compared with the cohort's, once all are there."""
@@ -62,8 +68,10 @@ class Gate:
         if isinstance(refusal.error, FedflatError):  # a mistake in the recipe, not a client's mishap
             raise refusal.error
         if self._limits.failures == "stop":
-            sentence = TrainingError(self.sentence(refusal))
-            raise refusal.error or sentence
+            if refusal.error is None:
+                raise TrainingError(self.sentence(refusal))
+            refusal.error.add_note(self.sentence(refusal))
+            raise refusal.error
 
     def sentence(self, refusal: Refusal) -> str:
         advice = f"; {ADVICE[refusal.reason]}" if refusal.reason in ADVICE else ""
@@ -71,40 +79,45 @@ class Gate:
 
     def _fault(self, upload: Upload) -> Refusal | None:
         """What is wrong with an upload, if anything is."""
-        found = {"delta": upload.delta, **upload.vectors}
-        reason, detail = (
-            _misnamed(found, self._sizes)
-            or _misshapen(found, self._sizes, self._dtype)
-            or self._misweighed(upload)
-            or self._unbounded(upload)
-            or ("", "")
-        )
-        return Refusal(upload.client, reason, detail) if reason else None
+        fault = misfit(upload, self._problem) or self._misweighed(upload) or self._unbounded(upload)
+        return Refusal(upload.client, *fault) if fault else None
 
     def _misweighed(self, upload: Upload) -> tuple[str, str] | None:
-        for name in ("samples", "steps"):
-            value, most = getattr(upload, name), self._limits.max_samples if name == "samples" else math.inf
+        for name, most in ("samples", self._limits.max_samples), ("steps", MOST), ("lr", MOST):
+            value = getattr(upload, name)
             if not (isinstance(value, int | float) and 0 < value <= most):
-                return "weight", f"{name} = {value!r} is not above 0" + (
-                    f" and at most {most}" if most < math.inf else ""
-                )
+                return "weight", f"{name} = {value!r} is not above 0 and at most {most:g}"
+        for name in self._problem.method.figures:
+            if not bool((upload[name] > 0).all()):
+                return "weight", f"{name} = {upload[name].tolist()} is not above 0"
         return None
 
     def _unbounded(self, upload: Upload) -> tuple[str, str] | None:
-        if not math.isfinite(upload.loss):
-            return "not finite", f"its model is no longer finite (mean loss {upload.loss:.3g})"
-        for name, vector in upload.vectors.items():
-            if not bool(torch.isfinite(vector).all()):
-                return "not finite", f"{name} has entries that are not finite"
-        if math.isfinite(upload.norm) and upload.norm <= self._limits.max_norm:
-            return None
-        if not bool(torch.isfinite(upload.delta).all()):
-            return "not finite", "its model is no longer finite"
-        return "norm", f"‖Δ‖ = {upload.norm:.3g} is above {self._limits.max_norm:g}"
+        if not (isinstance(upload.loss, int | float) and math.isfinite(upload.loss)):
+            return "not finite", f"its model is no longer finite (mean loss {upload.loss!r})"
+        norms = {name: float(torch.linalg.vector_norm(vector)) for name, vector in upload.vectors.items()}
+        for name, norm in {"delta": upload.norm, **norms}.items():
+            # A norm may overflow where no entry has.
+            if not math.isfinite(norm) and not bool(torch.isfinite(upload[name]).all()):
+                return "not finite", f"{SYMBOLS.get(name, name)} has entries that are not finite"
+            if norm > self._limits.max_norm:
+                return "norm", f"‖{SYMBOLS.get(name, name)}‖ = {norm:.3g} is above {self._limits.max_norm:g}"
+        return None
 
 
-def _misnamed(found: Mapping[str, object], expected: Mapping[str, int]) -> tuple[str, str] | None:
-    missing, extra = expected.keys() - found.keys(), found.keys() - expected.keys()
+def misfit(upload: Upload, problem: Problem) -> tuple[str, str] | None:
+    """What is wrong with the names, shapes or dtypes of what a client sends up or wants to keep."""
+    sizes, dtype = problem.uploads, problem.network.weights.dtype
+    kept = {name: upload.memory[name] for name in problem.memory.keys() & upload.memory.keys()}
+    return (
+        _misnamed({*upload.vectors}, {*sizes} - {"delta"})
+        or _misshapen({"delta": upload.delta, **upload.vectors}, sizes, dtype)
+        or _misshapen(kept, problem.memory, dtype)
+    )
+
+
+def _misnamed(found: Set[str], expected: Set[str]) -> tuple[str, str] | None:
+    missing, extra = expected - found, found - expected
     if missing:
         return "names", f"{', '.join(sorted(missing))} is missing"
     return ("names", f"{', '.join(sorted(map(str, extra)))} was not asked for") if extra else None

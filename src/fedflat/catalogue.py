@@ -19,6 +19,7 @@ from fedflat.parts import (
     AdaptiveAscent,
     AdaptiveServer,
     Ascent,
+    CentralPrivacy,
     ClientMomentum,
     ConsensusAscent,
     ControlVariates,
@@ -27,6 +28,7 @@ from fedflat.parts import (
     FallingRate,
     FrozenHead,
     InterpolatedAscent,
+    LocalPrivacy,
     LookbackAscent,
     MetaStep,
     ModelContrast,
@@ -43,6 +45,7 @@ from fedflat.parts import (
     WeightAveraging,
 )
 from fedflat.parts.part import Crowd
+from fedflat.parts.privacy import Entropy
 from fedflat.parts.proximal import Form, Radius, Scope
 from fedflat.parts.terms import Layers
 
@@ -214,6 +217,14 @@ def trimmed_mean(trim: float = 0.1) -> Method:
     return Method(TrimmedMean(trim))
 
 
+def central_dp(clip: float = 1.0, noise: float = 1.0, delta: float = 1e-5, entropy: Entropy = "recipe") -> Method:
+    return Method(CentralPrivacy(clip, noise, delta, entropy))
+
+
+def local_dp(clip: float = 1.0, noise: float = 1.0, delta: float = 1e-5, entropy: Entropy = "recipe") -> Method:
+    return Method(LocalPrivacy(clip, noise, delta, entropy))
+
+
 def swa(start: int = 10, every: int = 1) -> Method:
     return Method(WeightAveraging(start, every))
 
@@ -262,6 +273,8 @@ PAPERS = {
     "Oh et al. 2022": "FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR",
     "Fallah et al. 2020": "Personalized Federated Learning with Theoretical Guarantees, NeurIPS",
     "Yin et al. 2018": "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML",
+    "McMahan et al. 2018": "Learning Differentially Private Recurrent Language Models, ICLR",
+    "Wei et al. 2020": "Federated Learning with Differential Privacy: Algorithms and Performance Analysis, IEEE TIFS",
     "Yashwanth et al. 2025": "Minimizing Layerwise Activation Norm Improves Generalization, arXiv 2512.08314",
 }
 
@@ -300,6 +313,8 @@ CATALOGUE: dict[str, Entry] = {
     "top_eigenvalue": Entry(top_eigenvalue, "Yashwanth et al. 2025", "penalise the Hessian's top eigenvalue itself"),
     "median": Entry(median, "Yin et al. 2018", "the median of each coordinate; added to any method"),
     "trimmed_mean": Entry(trimmed_mean, "Yin et al. 2018", "the mean without the ends; added to any method"),
+    "central_dp": Entry(central_dp, "McMahan et al. 2018", "a trusted server adds noise; added to most methods"),
+    "local_dp": Entry(local_dp, "Wei et al. 2020", "the clients add noise; added to most methods"),
     "swa": Entry(swa, "Caldarola et al. 2022", "show the average of the last global models"),
 }
 

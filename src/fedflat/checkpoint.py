@@ -27,7 +27,7 @@ from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as safetensors_bytes
 
 from fedflat.errors import RunError
-from fedflat.folder import Record, write_whole, written_to
+from fedflat.folder import Record, sync_directory, write_whole, written_to
 from fedflat.local import Vectors
 from fedflat.parts import ServerState
 from fedflat.recipe import Recipe
@@ -56,6 +56,7 @@ class Checkpoint:
     def state(self, first: ServerState) -> ServerState:
         """The server's state, in place of the one before round 0."""
         tensors = from_safetensors((self.folder / self.manifest["server"]["file"]).read_bytes())
+        tensors = {name: tensor.to(first.weights.device) for name, tensor in tensors.items()}
         vectors = {name: tensors[f"state.{name}"] for name in first.vectors}
         weights, buffers = tensors["weights"], tensors["buffers"]
         return replace(first, weights=weights, buffers=buffers, vectors=vectors, round=self.round)
@@ -78,6 +79,7 @@ class Checkpoints:
         self._every = recipe.checkpoint.every
         self._begun, self._spent = time.perf_counter(), 0.0
         self._memory: Record = {}
+        self._useless: set[Path] = set()
 
     def due(self, round: int) -> bool:
         """Whether to save after this round: every so many, or whenever saving has cost little of the time so far."""
@@ -89,7 +91,9 @@ class Checkpoints:
         """All that the run is after a round, on the disk when this returns."""
         begun = time.perf_counter()
         with written_to(self._folder, "the checkpoints before it are whole; make room, then `fedflat resume` the run"):
-            self._folder.mkdir(exist_ok=True)
+            if not self._folder.exists():
+                self._folder.mkdir()
+                sync_directory(self._folder.parent)
             vectors = {f"state.{name}": vector for name, vector in state.vectors.items()}
             tensors = {"weights": state.weights, "buffers": state.buffers, **vectors}
             manifest: Record = {
@@ -102,7 +106,9 @@ class Checkpoints:
                 "server": self._write(f"{state.round:08}.server.safetensors", tensors),
                 "memory": self._memory_of(memory, state.round) if memory and memory.names else {},
             }
-            write_whole(self._folder / f"{state.round:08}.json", _text(manifest))
+            path = self._folder / f"{state.round:08}.json"
+            write_whole(path, _text(manifest))
+            self._useless.discard(path)
             self._memory = manifest["memory"]
             if memory:
                 memory.changed.clear()
@@ -135,9 +141,12 @@ class Checkpoints:
         return kept
 
     def _keep_few(self) -> None:
-        """Remove all but the last two checkpoints and the best, and what no manifest names."""
+        """Remove all but the last two checkpoints and the best, and what no manifest names.
+
+        Those that this run could not go on from do not count: they would push out the ones that it can.
+        """
         manifests = {}
-        for path in _manifests(self._folder):
+        for path in {*_manifests(self._folder)} - self._useless:
             with suppress(DamagedError):
                 manifests[path] = _read(path)
         scored = [path for path, m in manifests.items() if m.get("accuracy") is not None]
@@ -160,6 +169,7 @@ class Checkpoints:
                     raise DamagedError(f"{path}: metrics.jsonl is not the one that it was written beside")
             except DamagedError as damage:
                 warn(f"{damage}; the checkpoint before it is taken")
+                self._useless.add(path)
                 continue
             self._memory = checkpoint.manifest["memory"]
             return checkpoint

@@ -28,7 +28,8 @@ from fedflat.recipe import Local
 from fedflat.vector import Network
 
 BufferPolicy = Literal["average", "local", "refuse"]
-STAGES = ("planning", "training", "settling")
+STAGES = ("planning", "training", "settling", "evaluating")
+FAILURES = ("raised", "hung", "died")  # why a client may have no upload at all
 
 
 @dataclass
@@ -50,9 +51,13 @@ class Problem:
         if self.buffers == "refuse" and self.network.buffer_layout.shapes:
             names = ", ".join(self.network.buffer_layout.shapes)
             raise RecipeError(f'model.buffers = "refuse", but the model has the buffers {names}')
-        for client in range(self.federation.clients):
-            if not self.federation.samples(client):
-                raise SplitError(f"client {client} holds no sample; give it one or leave it out")
+        if self.method.privacy and "buffers" in self.uploads:
+            raise RecipeError(
+                f"method: {type(self.method.privacy).__name__} does not protect the batch-norm statistics that clients "
+                'upload; set model.buffers = "local" or take a model without them'
+            )
+        if (client := self.federation.empty()) is not None:
+            raise SplitError(f"client {client} holds no sample; give it one or leave it out")
 
     @property
     def memory(self) -> dict[str, int]:
@@ -204,7 +209,7 @@ class Worker:
             steps=rule.steps,
             lr=rule.mean_lr,
             loss=outcome.loss,
-            delta=outcome.delta,
+            delta=vectors.pop("delta", outcome.delta),
             vectors=vectors,
             memory=kept,
             notes=outcome.notes,
@@ -227,6 +232,9 @@ class Worker:
             layout=self.problem.network.layout,
             head=self.problem.network.head,
             measures=self.problem.measures,
+            seed=self.problem.seed,
+            round=brief.round,
+            client=client,
             frozen=self.problem.network.fixed,
         )
 
@@ -255,5 +263,6 @@ class Worker:
         return self._question(self.problem, client, vector)
 
     def _load(self, weights: Tensor, buffers: Tensor) -> None:
+        self._enter("evaluating")
         self.problem.network.weights.copy_(weights)
         self.problem.network.buffers.copy_(buffers)

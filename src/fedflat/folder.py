@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,8 @@ if sys.platform != "win32":
     import fcntl
 
 Record = dict[str, Any]
+WHOLE = ("recipe.toml", "model.safetensors", "summary.json")
+GO_ON = "make room, then `fedflat resume` it"
 
 
 class RunFolder:
@@ -45,11 +48,13 @@ class RunFolder:
         with written_to(path, "choose another --out"):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("a")
-        self._claim()
-        with written_to(path, "choose another --out"):
-            write_whole(path / "recipe.toml", recipe.to_toml().encode())
-            (path / "metrics.jsonl").touch()
-            self._metrics = (path / "metrics.jsonl").open("r+b")
+        try:
+            self._claim()
+            with written_to(path, "choose another --out"):
+                self._metrics = self._begun()
+        except BaseException:
+            self._lock.close()
+            raise
         self._digest = hashlib.sha256()
 
     def _claim(self) -> None:
@@ -59,10 +64,17 @@ class RunFolder:
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self._lock.close()
             raise RunError(
                 f"{self.path}: another process is working on this run; wait for it or choose another --out"
             ) from None
+
+    def _begun(self) -> FileIO:
+        """The metrics' file, in a directory without what a process that was killed left half-written."""
+        for left in (left for name in WHOLE for left in self.path.glob(f".{name}.[0-9]*")):
+            left.unlink()
+        write_whole(self.path / "recipe.toml", self.recipe.to_toml().encode())
+        (self.path / "metrics.jsonl").touch()
+        return (self.path / "metrics.jsonl").open("r+b", buffering=0)
 
     def __enter__(self) -> Self:
         return self
@@ -72,30 +84,43 @@ class RunFolder:
         self._lock.close()
 
     def append(self, record: Record) -> None:
+        """A record as a line: all of it, or none."""
         line = json.dumps(record).encode() + b"\n"
-        with written_to(self.path, "make room, then `fedflat resume` it"):
-            self._metrics.write(line)
-            self._metrics.flush()
+        end, rest = self._metrics.tell(), line
+        with written_to(self.path, GO_ON):
+            try:
+                while rest := rest[self._metrics.write(rest) :]:
+                    pass
+            except OSError:
+                self._metrics.truncate(end)
+                raise
         self._digest.update(line)
 
     def mark(self) -> Record:
         """How far the metrics have come, for a checkpoint; they are on the disk when this returns."""
-        os.fsync(self._metrics.fileno())
+        with written_to(self.path, GO_ON):
+            os.fsync(self._metrics.fileno())
         return {"bytes": self._metrics.tell(), "sha256": self._digest.hexdigest()}
 
     def agrees(self, mark: Record) -> bool:
         """Whether the metrics on disk begin as they did when the mark was made."""
-        self._metrics.seek(0)
-        before = self._metrics.read(mark["bytes"])
+        before = self._before(mark)
         return len(before) == int(mark["bytes"]) and hashlib.sha256(before).hexdigest() == str(mark["sha256"])
 
     def rewind(self, mark: Record) -> list[Record]:
         """Cut the metrics off after a mark, and give back the records before it."""
-        self._metrics.seek(0)
-        before = self._metrics.read(mark["bytes"])
-        self._metrics.truncate()
+        before = self._before(mark)
+        with written_to(self.path, GO_ON):
+            self._metrics.truncate()
         self._digest = hashlib.sha256(before)
         return [json.loads(line) for line in before.splitlines()]
+
+    def _before(self, mark: Record) -> bytes:
+        try:
+            self._metrics.seek(0)
+            return self._metrics.read(mark["bytes"])
+        except OSError as error:
+            raise RunError(f"{self._metrics.name}: cannot be read ({error.strerror}); begin anew elsewhere") from None
 
     def finish(self, network: Network, summary: Record) -> None:
         tensors = {n: t.detach().contiguous() for n, t in network.module.state_dict().items()}
@@ -104,7 +129,7 @@ class RunFolder:
         versions = {"fedflat": version("fedflat"), "torch": torch.__version__, "python": platform.python_version()}
         digest = hashlib.sha256(blob).hexdigest()
         text = json.dumps({**summary, "model_sha256": digest, "versions": versions}, indent=2)
-        with written_to(self.path, "make room, then `fedflat resume` it"):
+        with written_to(self.path, GO_ON):
             write_whole(self.path / "model.safetensors", blob)
             write_whole(self.path / "summary.json", text.encode() + b"\n")
 
@@ -127,6 +152,10 @@ def refuse_taken(path: Path) -> None:
 
 def refuse_other(path: Path, recipe: Recipe) -> None:
     """A run goes on with the recipe that it began with, or its numbers would mean nothing."""
+    metrics = path / "metrics.jsonl"
+    done = read_whole(metrics).count(b"\n") if metrics.exists() else 0
+    if done > recipe.server.rounds:
+        raise RunError(f"{path}: has done {done} rounds already; set server.rounds to that or more")
     before, now = read_recipe(path).essentials(), recipe.essentials()
     for section, old in before.items():
         new, name = now[section], section
@@ -150,6 +179,13 @@ def write_whole(path: Path, content: bytes) -> None:
         aside.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def read_whole(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def sync_directory(path: Path) -> None:
@@ -186,8 +222,6 @@ def read_model(directory: Path) -> dict[str, Tensor]:
             "or give one of its checkpoints"
         )
     try:
-        return from_safetensors(path.read_bytes())
+        return from_safetensors(read_whole(path))
     except SafetensorError as error:
         raise RunError(f"{path}: not a readable safetensors file ({error})") from None
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror})") from None

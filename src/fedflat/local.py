@@ -54,9 +54,10 @@ class Ascent(Protocol):
 class LocalRule:
     """What one client does in one round.
 
-    The upper fields are facts of the round that parts may read (`share` is nᵢ m/N); the lower ones are theirs to fill.
-    `carry` is what an ascent hands from step to step (FedSMOO's μ), and `settle` finds it in the outcome. `frozen`
-    marks the weights that no step changes; with `pairs` every step has a second batch.
+    The upper fields are facts of the round that parts may read (`share` is nᵢ m/N; draws are made from seed, round and
+    client); the lower ones are theirs to fill. `carry` is what an ascent hands from step to step (FedSMOO's μ), and
+    `settle` finds it in the outcome. `frozen` marks the weights that no step changes; with `pairs` every step has a
+    second batch.
     """
 
     lr: float
@@ -69,6 +70,9 @@ class LocalRule:
     layout: Layout = field(default_factory=lambda: Layout({}))
     head: slice = field(default_factory=lambda: slice(0))
     measures: Sequence[str] = ()
+    seed: int = 0
+    round: int = 0
+    client: int = 0
 
     scale: float = 1.0
     pull: Tensor | None = None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from fedflat.errors import RecipeError
 from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.parts.part import Part, ServerState, Uploads
+from fedflat.parts.privacy import CentralPrivacy, LocalPrivacy, Privacy
 
 ORDER = {"average": 0, "": 1, "ascent": 1, "server": 2, "shown": 3}
 
@@ -16,6 +19,20 @@ def probe_state(part: Method | Part) -> ServerState:
     """A state of the least size, to see what a part or method would send."""
     probe = torch.zeros(3)
     return ServerState(probe, probe, probe, part.first_state(probe), 0, 1)
+
+
+class SealedError(RecipeError):
+    """A part looked into uploads that it may not see."""
+
+
+class Sealed(Uploads):
+    """The uploads for the parts after a private average: whatever they ask of them is refused."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise SealedError("method: a part after CentralPrivacy looks at single updates; leave it out")
 
 
 class Method:
@@ -38,6 +55,7 @@ class Method:
         self.uploads = tuple(name for part in self.parts for name in part.uploads)
         self.figures = {name: size for part in self.parts for name, size in part.figures.items()}
         self._refuse_conflicts()
+        self._refuse_leaks()
 
     def _refuse_conflicts(self) -> None:
         holder: dict[str, Part] = {}
@@ -50,6 +68,40 @@ class Method:
                     pair = f"{type(holder[claim]).__name__} and {type(part).__name__}"
                     raise RecipeError(f"method: {pair} both want to {claim}; a method can have only one")
                 holder[claim] = part
+
+    @property
+    def privacy(self) -> Privacy | None:
+        """The part that protects the clients' updates."""
+        return next((part for part in self.parts if isinstance(part, Privacy)), None)
+
+    @property
+    def always_moves(self) -> bool:
+        """Whether a round without uploads changes the model too, so that nobody can tell that it had none."""
+        return isinstance(self.privacy, CentralPrivacy)
+
+    def _refuse_leaks(self) -> None:
+        """A private method uploads Δ alone, and none of its parts goes around what protects it."""
+        if self.privacy is None:
+            return
+        guard = type(self.privacy).__name__
+        for part in self.parts:
+            name, beside = type(part).__name__, ", ".join((*part.uploads, *part.figures))
+            if isinstance(part, Privacy) and part is not self.privacy:
+                raise RecipeError(f"method: {guard} and {name} both want to protect the updates; take one of them")
+            if beside:
+                raise RecipeError(f"method: {name} uploads {beside}, which {guard} does not protect; leave one out")
+            if self.always_moves and part is not self.privacy and self._looks(part):
+                raise RecipeError(
+                    f"method: {name} looks at single updates on the server, which {guard} does not protect; "
+                    f"leave one out or take {LocalPrivacy.__name__} (local_dp)"
+                )
+
+    def _looks(self, part: Part) -> bool:
+        try:
+            part.merge(probe_state(self), Sealed())
+        except SealedError:
+            return True
+        return False
 
     def __add__(self, other: Method | Part) -> Method:
         return Method(*self.parts, *(other.parts if isinstance(other, Method) else (other,)))
@@ -93,4 +145,6 @@ class Method:
     def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
         for part in self.parts:
             server = part.merge(server, uploads)
+            if isinstance(part, CentralPrivacy):
+                uploads = Sealed()
         return server

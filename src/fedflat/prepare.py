@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import nn
 from fedflat import models
 from fedflat.checkpoint import DamagedError, verified
 from fedflat.client import Problem, Question
+from fedflat.engine.cluster import Cluster
 from fedflat.engine.engine import Engine
 from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool, cores
@@ -32,6 +33,9 @@ from fedflat.randomness import generator
 from fedflat.recipe import Recipe, validated
 from fedflat.server import cohort_size, first_state
 from fedflat.vector import Network
+
+if TYPE_CHECKING:
+    from fedflat.flatness.federated import Portion
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.float32}
 
@@ -54,11 +58,17 @@ def gather(recipe: Recipe) -> Federation:
         split.clients,
         seed=_split_seed(recipe),
         directory=data.dir,
-        augment=Augment(data.crop, data.crop_probability, data.crop_fill, data.flip, data.cutout),
+        augment=augmentation(recipe),
         mean=tuple(data.mean or ()),
         std=tuple(data.std or ()),
         **split.options(),
     )
+
+
+def augmentation(recipe: Recipe) -> Augment:
+    """How a batch of the recipe's samples is augmented."""
+    data = recipe.data
+    return Augment(data.crop, data.crop_probability, data.crop_fill, data.flip, data.cutout)
 
 
 def _split_seed(recipe: Recipe) -> int:
@@ -106,7 +116,7 @@ def in_full(recipe: Recipe, problem: Problem) -> Recipe:
     table = recipe.model_dump(exclude_none=True)
     for section, filled in ("data", data), ("split", split), ("model", model):
         table[section] |= filled
-    engine = {"name": kind, "workers": workers, "device": recipe.engine.device, "group": problem.group}
+    engine = table["engine"] | {"name": kind, "workers": workers, "group": problem.group}
     return validated(table | {"engine": engine})
 
 
@@ -128,20 +138,38 @@ def _engine(recipe: Recipe) -> tuple[str, int]:
     workers = recipe.engine.workers or cores()
     kind = recipe.engine.name
     if recipe.engine.device != "cpu":
-        if kind == "pool":
-            raise RecipeError(f'engine.name = "pool" works on cpu only; with {recipe.engine.device} leave it out')
+        if kind in ("pool", "ray"):
+            raise RecipeError(f'engine.name = "{kind}" works on cpu only; with {recipe.engine.device} leave it out')
         return "inline", 1
     return ("pool" if workers > 1 else "inline") if kind == "auto" else kind, workers
 
 
 def start_engine(problem: Problem, recipe: Recipe, state: ServerState, question: Question | None = None) -> Engine:
-    """The engine that the recipe asks for; with a question, its clients can be asked that too."""
+    """The engine that the recipe asks for; its clients can be asked the question, or else what the recipe measures."""
     kind, workers = _engine(recipe)
+    question = question or _curvature(recipe)
     if kind == "inline":
         return Inline(problem, question)
+    if kind == "ray":
+        return Cluster(problem, question, recipe.admission.deadline, recipe.engine.address, recipe.engine.workers)
     clients = problem.federation.clients
     slots = clients if recipe.server.sampling == "bernoulli" else cohort_size(recipe.server, clients)
     return Pool(problem, state, slots, min(workers, slots), question, recipe.admission.deadline)
+
+
+def _curvature(recipe: Recipe) -> Question | None:
+    if not recipe.evaluation.sharpness:
+        return None
+    from fedflat.flatness.federated import HessianProduct  # it loads SciPy, which plain runs do without
+
+    return HessianProduct(sharpness_portion(recipe))
+
+
+def sharpness_portion(recipe: Recipe) -> Portion:
+    """The training samples that `evaluation.sharpness` is measured on."""
+    from fedflat.flatness.federated import Portion
+
+    return Portion(recipe.evaluation.sharpness_samples, recipe.seed)
 
 
 def last_lr(recipe: Recipe) -> float:

@@ -121,6 +121,10 @@ class Evaluation(Section):
         ["consistency"], description="what to measure of each round's local models, as in docs/how-to.md"
     )
     target: float | None = Field(None, gt=0, le=1, description="accuracy for `rounds to target`")
+    sharpness: int = Field(
+        0, ge=0, description="rounds between measurements of λ₁ by the clients' Hessian products; 0 = never"
+    )
+    sharpness_samples: int = Field(1000, ge=0, description="training samples of all clients for it; 0 = all")
 
 
 class Admission(Section):
@@ -145,11 +149,25 @@ class Checkpoint(Section):
     )
 
 
+class Deployment(Section):
+    """What only a real deployment needs (docs/deployment.md)."""
+
+    nodes: int = Field(0, ge=0, description="connected clients to wait for before the first round; 0 = all of them")
+    wait: float = Field(600.0, gt=0, description="seconds to wait for them")
+    timeout: float = Field(3600.0, gt=0, description="seconds to wait for the replies of a round")
+    memory: Literal["refuse", "anew"] = Field(
+        "refuse", description="a client whose memory is lost or stale: refused, or it begins with none"
+    )
+
+
 class Engine(Named):
     """Where the clients' turns run."""
 
-    name: Literal["auto", "inline", "pool"] = Field("auto", description="this process, or worker processes")
+    name: Literal["auto", "inline", "pool", "ray"] = Field(
+        "auto", description="this process, worker processes, or a Ray cluster"
+    )
     workers: int = Field(0, ge=0, le=1024, description="worker processes; 0 = one for each core")
+    address: str | None = Field(None, description="Ray cluster to join, as in 10.0.0.1:6379; else one of its own")
     device: Literal["cpu", "cuda", "mps"] = Field("cpu", description="where the clients train")
     group: int = Field(
         0, ge=0, le=1024, description="clients that share a step; 0 = by the model's size, 1 = one by one"
@@ -172,11 +190,13 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     admission: Admission = Admission()
     checkpoint: Checkpoint = Checkpoint()
+    deployment: Deployment = Deployment()
     engine: Engine = Engine()
 
     def essentials(self) -> dict[str, Any]:
         """All that the numbers of a run depend on: not how many rounds, how often it is saved, or on how many cores."""
-        return self.model_dump(exclude={"checkpoint": True, "server": {"rounds"}, "engine": {"name", "workers"}})
+        where = {"name", "workers", "address"}
+        return self.model_dump(exclude={"checkpoint": True, "deployment": True, "server": {"rounds"}, "engine": where})
 
     def to_toml(self) -> str:
         """The recipe with every value in force; `load` reads it back."""
@@ -249,7 +269,7 @@ def _preset(name: Any) -> dict[str, Any]:
 
 # What a section keeps when another name is put into it; the rest are options of the old name.
 LASTING = {"data": {"dir", "crop", "crop_probability", "crop_fill", "flip", "cutout"}, "split": {"clients", "seed"},
-           "model": {"buffers"}, "engine": {"workers", "device", "group"}}  # fmt: skip
+           "model": {"buffers"}, "engine": {"workers", "address", "device", "group"}}  # fmt: skip
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from fedflat.local import Loss
 from fedflat.method import Method
 from fedflat.methods import Written, parse, spell
 from fedflat.parts import Part, ServerState
-from fedflat.prepare import assemble, in_full, show, start_engine
+from fedflat.prepare import assemble, in_full, sharpness_portion, show, start_engine
+from fedflat.privacy import ledger
 from fedflat.recipe import Recipe, validated
 from fedflat.server import RoundReport, conduct, draw_cohort, first_state
 from fedflat.signals import LastRound
 
 Callback = Callable[[Record], None]
+StartEngine = Callable[[Problem, Recipe, ServerState], Engine]
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def train(
     A name that two sections have means the local one; `server_lr` is the server's. `model_hidden=[64]` is an option of
     the model. With `resume` a run that was interrupted in `out` goes on.
 
+    >>> from fedflat import federate
     >>> federation = federate("digits", clients=10, alpha=0.5)
     >>> result = train(federation, model="mlp", method="fedsam(0.05)", rounds=2, lr=0.1, engine="inline")
     >>> len(result.history), 0.0 < result.accuracy <= 1.0
@@ -114,22 +118,24 @@ def execute(
     callbacks: Sequence[Callback] = (),
     resume: bool = False,
     warn: Callable[[str], None] = warnings.warn,
+    start: StartEngine = start_engine,
 ) -> Result:
     """All rounds of the recipe; with a directory, everything is also written there as it comes, and can be resumed.
 
     A run that goes on from a checkpoint ends as if it had never been interrupted. In a run with a directory the first
     SIGINT or SIGTERM finishes the round, saves and raises `StoppedError`.
     """
+    ledger(problem.method, recipe, problem.federation.clients)  # what it refuses, it refuses before a file is written
     if directory is None:
         state, history = first_state(problem), list[Record]()
-        with closing(start_engine(problem, recipe, state)) as engine:
+        with closing(start(problem, recipe, state)) as engine:
             for now, record in rounds(problem, recipe, state, engine):
                 state = now
                 _tell(record, history, callbacks)
         show(problem, state)
         return Result(recipe, history, problem.network.module)
     with RunFolder(directory, recipe, resume) as folder, LastRound() as signals:
-        state, history = _train_in(folder, problem, recipe, callbacks, signals, warn)
+        state, history = _train_in(folder, problem, recipe, callbacks, signals, warn, start)
         show(problem, state)
         folder.finish(problem.network, summary(history, recipe))
     return Result(recipe, history, problem.network.module, directory)
@@ -142,16 +148,17 @@ def _train_in(
     callbacks: Sequence[Callback],
     signals: LastRound,
     warn: Callable[[str], None],
+    start: StartEngine,
 ) -> tuple[ServerState, list[Record]]:
     """The rounds that are left of a run, each in the metrics and, when it is time, in a checkpoint."""
     checkpoints = Checkpoints(folder.path, recipe)
     found = checkpoints.newest(folder.agrees, warn)
     state = found.state(first_state(problem)) if found else first_state(problem)
     history = folder.rewind(found.manifest["metrics"] if found else {"bytes": 0})
-    with closing(start_engine(problem, recipe, state)) as engine:
+    with closing(start(problem, recipe, state)) as engine:
         if found and engine.memory:
             engine.memory.restore(found.memory())
-        for now, record in rounds(problem, recipe, state, engine):
+        for now, record in rounds(problem, recipe, state, engine, history):
             state = now
             folder.append(record)
             _tell(record, history, callbacks)
@@ -171,26 +178,31 @@ def _tell(record: Record, history: list[Record], callbacks: Sequence[Callback]) 
 
 
 def rounds(
-    problem: Problem, recipe: Recipe, state: ServerState, engine: Engine
+    problem: Problem, recipe: Recipe, state: ServerState, engine: Engine, history: Sequence[Record] = ()
 ) -> Iterator[tuple[ServerState, Record]]:
-    """Round after round: the state after it and its record."""
-    skipped = 0
+    """Round after round: the state after it and its record; the history is that of the rounds before the first."""
+    spent, empty = ledger(problem.method, recipe, problem.federation.clients), problem.method.always_moves
+    skipped = sum(1 for _ in takewhile(lambda record: "skipped" in record, reversed(history)))
     while state.round < recipe.server.rounds:
         begun = time.perf_counter()
-        cohort = draw_cohort(recipe.server, problem.federation.clients, recipe.seed, state.round)
+        cohort = draw_cohort(recipe.server, problem.federation.clients, recipe.seed, state.round, empty)
         state, report = conduct(problem, recipe.server, state, engine, cohort, recipe.evaluation, recipe.admission)
         record = _record(state, report)
+        if spent:
+            record["epsilon"] = spent.epsilon(state.round)
         skipped = skipped + 1 if report.skipped else 0
         every, last = recipe.evaluation.every, state.round == recipe.server.rounds
+        shown = replace(state, weights=problem.method.shown(state))
         if last or (every and state.round % every == 0):
-            shown = replace(state, weights=problem.method.shown(state))
             score = engine.score(shown, recipe.evaluation.on, recipe.evaluation.batch)
             record |= {"accuracy": _number(score.accuracy), "loss": _number(score.loss)}
             if "classes" in recipe.evaluation.measures:
                 record["class_accuracy"] = [_number(accuracy) for accuracy in score.per_class]
+        if recipe.evaluation.sharpness and state.round % recipe.evaluation.sharpness == 0:
+            record |= _sharpness(problem, recipe, shown, engine)
         record["seconds"] = round(time.perf_counter() - begun, 4)
         yield state, record
-        if skipped == recipe.admission.patience:
+        if skipped >= recipe.admission.patience:
             raise TrainingError(f"{skipped} rounds in a row were skipped; in the last one: {report.skipped}")
 
 
@@ -208,6 +220,16 @@ def _record(state: ServerState, report: RoundReport) -> Record:
         **({"refused": refused} if refused else {}),
         **({"skipped": report.skipped} if report.skipped else {}),
     }
+
+
+def _sharpness(problem: Problem, recipe: Recipe, state: ServerState, engine: Engine) -> Record:
+    """λ₁ of the Hessian of the global objective, and the bytes of the products that the clients made for it."""
+    from fedflat.flatness.federated import FederatedHessian
+    from fedflat.flatness.hessian import top_eigenvalues
+
+    hessian = FederatedHessian(engine, state, problem, sharpness_portion(recipe))
+    top = top_eigenvalues(hessian, k=1, tolerance=1e-2, seed=recipe.seed)
+    return {"lambda1": _number(float(top.values[0])), "sharpness_bytes": hessian.bytes}
 
 
 def _number(value: float) -> float | None:
@@ -232,6 +254,8 @@ def summary(history: Sequence[Record], recipe: Recipe) -> Record:
         if recipe.evaluation.target is not None:
             reached = (round for accuracy, round in accuracies if accuracy >= recipe.evaluation.target)
             result |= {"target": recipe.evaluation.target, "rounds_to_target": next(reached, None)}
+    if history and "epsilon" in history[-1]:
+        result["epsilon"] = history[-1]["epsilon"]
     refused = Counter(each["reason"] for record in history for each in record.get("refused", ()))
     if refused:
         result["refused"] = dict(refused)

@@ -39,7 +39,8 @@ def first_state(problem: Problem) -> ServerState:
     network = problem.network
     weights, buffers = network.weights.clone(), network.buffers.clone()
     vectors = problem.method.first_state(weights)
-    return ServerState(weights, buffers, torch.zeros_like(weights), vectors, 0, problem.federation.clients)
+    still = torch.zeros_like(weights)
+    return ServerState(weights, buffers, still, vectors, 0, problem.federation.clients, seed=problem.seed)
 
 
 def cohort_size(server: Server, clients: int) -> int:
@@ -54,8 +55,17 @@ def cohort_size(server: Server, clients: int) -> int:
     return size
 
 
-def draw_cohort(server: Server, clients: int, seed: int, round: int) -> list[int]:
-    """Who takes part: exactly the cohort without replacement, or each client with that probability (at least one)."""
+def expected_cohort(server: Server, clients: int) -> float:
+    """The mean number of clients of a round, which need not be whole where each is drawn for itself."""
+    whole = server.sampling == "uniform" or isinstance(server.cohort, int)
+    return cohort_size(server, clients) if whole else server.cohort * clients
+
+
+def draw_cohort(server: Server, clients: int, seed: int, round: int, empty: bool = False) -> list[int]:
+    """Who takes part: exactly the cohort without replacement, or each client with that probability.
+
+    At least one, unless the cohort may be empty.
+    """
     size = cohort_size(server, clients)
     chance = numpy_generator(seed, "cohort", round)
     if server.sampling == "uniform":
@@ -63,7 +73,7 @@ def draw_cohort(server: Server, clients: int, seed: int, round: int) -> list[int
     odds = server.cohort if isinstance(server.cohort, float) else size / clients
     while True:
         active = [i for i, draw in enumerate(chance.random(clients)) if draw <= odds]
-        if active:
+        if active or empty:
             return active
 
 
@@ -79,17 +89,16 @@ def conduct(
 ) -> tuple[ServerState, RoundReport]:
     """One round: brief the cohort, let the engine train it, merge the uploads that are admitted into the next state.
 
-    With fewer than the quorum of them the round is skipped: nothing changes but its number. The server's sums are made
-    by one thread too, or their last bits would depend on the machine; and idle threads that spin would take the
-    workers' cores.
+    With fewer than the quorum of them the round is skipped: nothing changes but its number, unless the method moves the
+    model in every round. The server's sums are made by one thread too, or their last bits would depend on the machine;
+    and idle threads that spin would take the workers' cores.
     """
     sent = problem.method.send(state)
     if state.buffers.numel() and problem.buffers == "average":
         sent["buffers"] = state.buffers
     brief = Brief(state.round, problem.local.lr * problem.local.lr_decay**state.round, sent)
     limits = limits or Admission()
-    gate = Gate(problem, limits, state.round)
-    uploads = Uploads(gate.admitted(engine.turns(brief, cohort)), server.average, cohort)
+    uploads, gate = _heard(problem, server, engine, brief, cohort, limits)
     report = RoundReport(
         cohort=[upload.client for upload in uploads],
         local_loss=sum(w * u.loss for w, u in zip(uploads.weights, uploads, strict=True)) if uploads else math.nan,
@@ -98,20 +107,39 @@ def conduct(
         notes=_mean_notes(uploads),
         refused=gate.refused,
     )
-    if len(uploads) < limits.quorum:
+    if len(uploads) < limits.quorum and not problem.method.always_moves:
         skipped = _skipped(gate, limits, uploads)
         return replace(state, round=state.round + 1), replace(report, cohort=[], skipped=skipped)
     merged = merge(problem, server, state, uploads)
-    if watch:
+    if watch and uploads:
         report = replace(report, measures=_measured(engine, state, merged, uploads, sent["weights"], watch))
     engine.remember(uploads)
     return replace(merged, round=state.round + 1), report
 
 
+def _heard(
+    problem: Problem, server: Server, engine: Engine, brief: Brief, cohort: Sequence[int], limits: Admission
+) -> tuple[Uploads, Gate]:
+    """The admitted uploads. Where clients share steps, a round in which one fails is begun again without it.
+
+    The last bits of a client's numbers depend on who shares its steps, and nobody shall notice who was not there.
+    """
+    gate = Gate(problem, limits, brief.round)
+    while True:
+        before = len(gate.failed)
+        uploads = Uploads(gate.admitted(engine.turns(brief, cohort) if cohort else ()), server.average, cohort)
+        if problem.group == 1 or len(gate.failed) == before:
+            return uploads, gate
+        gate = Gate(problem, limits, brief.round, gate.failed)
+        cohort = [client for client in cohort if client not in {refusal.client for refusal in gate.failed}]
+
+
 def merge(problem: Problem, server: Server, state: ServerState, uploads: Uploads) -> ServerState:
     """w ← w + η_g · move, where the move is the average Δ as the method's parts have changed it."""
-    state = problem.method.merge(replace(state, move=uploads.average("delta"), lr=server.lr), uploads)
-    averaged = uploads.average("buffers") if "buffers" in uploads[0].vectors else state.buffers
+    average = uploads.average("delta") if uploads else torch.zeros_like(state.weights)
+    before = replace(state, move=average, lr=server.lr, cohort=expected_cohort(server, state.clients))
+    state = problem.method.merge(before, uploads)
+    averaged = uploads.average("buffers") if uploads and "buffers" in uploads[0].vectors else state.buffers
     return replace(state, weights=state.arrival, buffers=averaged)
 
 
@@ -150,4 +178,5 @@ def _local_accuracy(
 
 def _mean_notes(uploads: Uploads) -> dict[str, float]:
     names = {name: None for upload in uploads for name in upload.notes}
-    return {n: sum(w * u.notes[n] for w, u in zip(uploads.weights, uploads, strict=True)) for n in names}
+    pairs = [*zip(uploads.weights, uploads, strict=True)]
+    return {n: sum(w * u.notes.get(n, math.nan) for w, u in pairs) for n in names}

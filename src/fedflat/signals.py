@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM)
+NOTED = "\nfedflat: this round is finished and saved before it stops; once more to stop at once"
 
 
 class LastRound:
@@ -34,4 +36,5 @@ class LastRound:
         if self.came:
             raise KeyboardInterrupt
         self.came = number
-        print("\nfedflat: this round is finished and saved before it stops; once more to stop at once", file=sys.stderr)
+        with suppress(RuntimeError):  # the signal came while something else was being printed
+            print(NOTED, file=sys.stderr)

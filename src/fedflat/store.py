@@ -16,20 +16,26 @@ from torch import Tensor
 from fedflat.errors import RunError
 from fedflat.local import Vectors
 
+ADVICE = "make room or set TMPDIR elsewhere"
 LINE = 64  # elements; so that every row begins on a cache line, and kernels see one alignment in every process
 
 
 class Table:
-    """Rows of one size in a sparse file: a row takes room once it is written to, and is zero before."""
+    """Rows of one size in a mapped file: zero at first, and if it is sparse a row takes room once it is written to."""
 
-    def __init__(self, path: Path, rows: int, size: int, dtype: torch.dtype) -> None:
-        self._spec = (path, rows, size, dtype)
+    def __init__(self, path: Path, rows: int, size: int, dtype: torch.dtype, sparse: bool = False) -> None:
+        self._spec = (path, rows, size, dtype, sparse)
         stride = -(-size // LINE) * LINE
-        self._bytes = stride * dtype.itemsize
-        with path.open("ab") as file:
-            file.truncate(max(rows * self._bytes, 1))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
+        self._bytes, self._reserved = stride * dtype.itemsize, set[int]()
+        try:
+            with path.open("ab") as file:
+                file.truncate(max(rows * self._bytes, 1))
+            with path.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), 0)
+            for row in () if sparse else range(rows):
+                self.reserve(row)
+        except OSError as error:
+            raise RunError(f"{path.parent}: no room for the clients' vectors ({error.strerror}); {ADVICE}") from None
         flat = torch.frombuffer(self._map, dtype=dtype, count=rows * stride)
         self._rows = flat.view(rows, stride)[:, :size]
 
@@ -39,25 +45,37 @@ class Table:
     def __getitem__(self, row: int) -> Tensor:
         return self._rows[row]
 
+    def reserve(self, row: int) -> None:
+        """Room on the disk before a row is written through the mapping, where a full disk would kill the process."""
+        if row not in self._reserved and hasattr(os, "posix_fallocate"):
+            with self._spec[0].open("r+b") as file:
+                os.posix_fallocate(file.fileno(), row * self._bytes, self._bytes)
+        self._reserved.add(row)
+
     def store(self, row: int, vector: Tensor) -> None:
         """Write a row as files are written: on a full disk that is an error, where touching the mapping would kill."""
         with self._spec[0].open("r+b") as file:
             file.seek(row * self._bytes)
             file.write(vector.contiguous().cpu().view(torch.uint8).numpy().data)
 
-    def release(self, row: int) -> None:
-        """Forget the row's pages in this process, not in the file, so that it holds only the rows that it works on."""
+    def release(self, row: int | None = None) -> None:
+        """Forget a row's pages, or all, in this process and not in the file: it holds only the rows that it works on."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            start = row * self._bytes // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, start, (row + 1) * self._bytes - start)
+            start, stop = (0, len(self._map)) if row is None else (row * self._bytes, (row + 1) * self._bytes)
+            start -= start % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 class Tables:
     """Named tables with the same rows, in one directory."""
 
-    def __init__(self, directory: Path, name: str, rows: int, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
+    def __init__(
+        self, path: Path, rows: int, sizes: Mapping[str, int], dtype: torch.dtype, sparse: bool = False
+    ) -> None:
         self._tables = {
-            key: Table(directory / f"{name}.{key}", rows, size, dtype) for key, size in sizes.items() if size
+            name: Table(path.with_name(f"{path.name}.{name}"), rows, size, dtype, sparse)
+            for name, size in sizes.items()
+            if size
         }
 
     def __contains__(self, name: str) -> bool:
@@ -68,7 +86,13 @@ class Tables:
 
     def write(self, row: int, vectors: Mapping[str, Tensor]) -> None:
         for name, table in self._tables.items():
+            table.reserve(row)
             table[row].copy_(vectors[name])
+
+    def release(self) -> None:
+        """Forget all pages in this process, not in the files."""
+        for table in self._tables.values():
+            table.release()
 
 
 class Memory:
@@ -78,7 +102,9 @@ class Memory:
     """
 
     def __init__(self, directory: Path, clients: int, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
-        self._tables = {name: Table(directory / f"memory.{name}", clients, n, dtype) for name, n in sizes.items() if n}
+        self._tables = {
+            name: Table(directory / f"memory.{name}", clients, n, dtype, sparse=True) for name, n in sizes.items() if n
+        }
         self._seen = Table(directory / "seen", 1, clients, torch.bool)
         self.changed: set[int] = set()
 
@@ -95,9 +121,7 @@ class Memory:
             for name, table in self._tables.items():
                 table.store(client, vectors[name])
         except OSError as error:
-            raise RunError(
-                f"client {client}: its memory cannot be kept ({error.strerror}); make room or set TMPDIR elsewhere"
-            ) from None
+            raise RunError(f"client {client}: its memory cannot be kept ({error.strerror}); {ADVICE}") from None
         self._seen[0][client] = True
         self.changed.add(client)
 
@@ -123,9 +147,12 @@ class Scratch:
 
     def __init__(self, size: int, memory: Path = Path("/dev/shm")) -> None:
         roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1.1 * size
-        root = memory if roomy else Path(tempfile.gettempdir())
-        _sweep(root)
-        self.path = Path(tempfile.mkdtemp(prefix=f"fedflat-{os.getpid()}-", dir=root))
+        try:
+            root, self.in_memory = memory if roomy else Path(tempfile.gettempdir()), roomy
+            _sweep(root)
+            self.path = Path(tempfile.mkdtemp(prefix=f"fedflat-{os.getpid()}-", dir=root))
+        except OSError as error:
+            raise RunError(f"no room for the clients' vectors ({error.strerror}); {ADVICE}") from None
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -7,11 +7,11 @@ import sys
 
 import typer
 
-from fedflat.cli import data, flatness, methods, personalize, run
+from fedflat.cli import data, flatness, flower, methods, personalize, run, watch
 from fedflat.cli.app import app, complain
 from fedflat.errors import FedflatError
 
-__all__ = ["app", "data", "flatness", "main", "methods", "personalize", "run"]
+__all__ = ["app", "data", "flatness", "flower", "main", "methods", "personalize", "run", "watch"]
 
 
 def main() -> None:

@@ -28,7 +28,9 @@ class Inline:
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
         for group in groups(self._problem, cohort):
-            yield from self._turns(brief, [cohort[position] for position in group])
+            clients = [cohort[position] for position in group]
+            yield from self._turns(brief, clients)
+            self.memory.release(clients)
 
     def _turns(self, brief: Brief, clients: Sequence[int]) -> list[Upload | Refusal]:
         """The turns of clients that share steps; if one of them fails, each for itself."""

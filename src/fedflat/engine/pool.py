@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import reduce
 from itertools import accumulate, count, pairwise
 from operator import add
@@ -34,7 +34,8 @@ from fedflat.store import Memory, Scratch
 # Forked workers begin at once with torch and the data in place; where forking is not safe they import and map them.
 START = "fork" if sys.platform == "linux" else "spawn"
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
-RETRIES = 3  # lost workers in one evaluation, after which it is the evaluation's fault
+RETRIES = 2  # of a task whose worker was lost, after which it is the task's fault
+POLL = 0.25  # seconds between two looks at the deadlines
 
 
 def cores() -> int:
@@ -99,16 +100,18 @@ class Pool:
         self._workers[answers] = (number, process)
         self._answers.register(answers, EVENT_READ)
 
-    def _dismiss(self, pipe: Any) -> tuple[int, int | None]:
-        """End a worker at once; its number, and the exit code that it had by then."""
-        number, process = self._workers.pop(pipe)
+    def _dismiss(self, pipe: Any, patience: float = 0.0) -> tuple[int | None, list[tuple[int, Any]]]:
+        """End a worker, if it does not end by itself in `patience` seconds; its exit code, and what it still said."""
+        _, process = self._workers.pop(pipe)
         self._answers.unregister(pipe)
-        pipe.close()
-        process.join(0.2)
-        code = process.exitcode
+        process.join(patience)
         process.kill()
         process.join()
-        return number, code
+        told = []
+        with closing(pipe), suppress(EOFError, OSError):
+            while pipe.poll():
+                told.append(pipe.recv())
+        return process.exitcode, told
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
         order = groups(self._problem, cohort)
@@ -119,23 +122,24 @@ class Pool:
         tasks = [Task(b"tu", next(self._numbers), brief.round, brief.lr, *span) for span in pairwise(ends)]
         for task, answer in self._each(tasks):
             slots = positions[task.start : task.stop]
-            if isinstance(answer, Mishap):
-                yield _refusal(cohort[slots[0]], answer)
-            else:
-                yield from map(self._shared.completed, answer, slots)
+            answers = [answer] * len(slots) if isinstance(answer, Mishap) else answer
+            for slot, each in zip(slots, answers, strict=True):
+                lost = isinstance(each, Mishap)
+                yield _refusal(cohort[slot], each) if lost else self._shared.completed(each, slot)
 
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:
             self.memory.keep(upload.client, upload.memory)
+        self._shared.release()
 
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
         self._shared.model.write(0, {"weights": state.weights, "buffers": state.buffers})
         spans = chunks(self._problem.federation.size(part), chunk)
         tasks = [Task(part[:2].encode(), next(self._numbers), 0, 0.0, *span) for span in spans]
-        scores: dict[Task, Score] = {}
+        scores: dict[int, Score] = {}
         for task, score in self._each(tasks):
-            scores[task] = _sure(score, f"evaluation of {part} samples {task.start} to {task.stop}")
-        return reduce(add, (scores[task] for task in tasks))
+            scores[task.start] = _sure(score, f"evaluation of {part} samples {task.start} to {task.stop}")
+        return reduce(add, (scores[start] for start, _ in spans))
 
     def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         self._shared.model.write(0, {"weights": state.weights, "buffers": state.buffers})
@@ -157,7 +161,7 @@ class Pool:
         if self._given_up:
             raise TrainingError("an earlier round of this pool was given up half-way; start a new engine")
         self._given_up = True
-        left, due, retries = deque(tasks), {task.number: task for task in tasks}, RETRIES
+        left, due, lost = deque(tasks), {task.number: task for task in tasks}, Counter[tuple[int, int]]()
         while due:
             self._lay(left)
             # What was answered comes first: only the rest may be laid out once more.
@@ -167,20 +171,21 @@ class Pool:
                     left = deque(due.values())
                 elif number in due:
                     task = due.pop(number)
-                    again = self._again(task, answer) if isinstance(answer, Mishap) and retries else []
-                    retries -= bool(again and task.kind != b"tu")
+                    again = self._again(task, answer, lost) if isinstance(answer, Mishap) else []
                     due |= {each.number: each for each in again}
                     left.extend(again)
                     if not again:
                         yield task, answer
         self._given_up = False
 
-    def _again(self, task: Task, answer: Mishap) -> list[Task]:
-        """What to lay out once more: the clients of a group one by one, and what a lost worker was looking at."""
-        if task.kind == b"tu":
-            alone = range(task.start, task.stop) if task.stop - task.start > 1 and answer.error is None else []
-            return [task._replace(number=next(self._numbers), start=i, stop=i + 1) for i in alone]
-        return [task._replace(number=next(self._numbers))] if answer.reason == "died" else []
+    def _again(self, task: Task, answer: Mishap, lost: Counter[tuple[int, int]]) -> list[Task]:
+        """What to lay out once more: what a worker was lost at, but for a single turn; then a group's clients alone."""
+        turn, size = task.kind == b"tu", task.stop - task.start
+        lost[task.start, task.stop] += 1
+        if answer.reason == "died" and (size > 1 or not turn) and lost[task.start, task.stop] <= RETRIES:
+            return [task._replace(number=next(self._numbers))]
+        alone = range(task.start, task.stop) if turn and size > 1 and answer.error is None else ()
+        return [task._replace(number=next(self._numbers), start=i, stop=i + 1) for i in alone]
 
     def _lay(self, left: deque[Task]) -> None:
         """As many records as the pipe takes without waiting."""
@@ -191,30 +196,35 @@ class Pool:
 
     def _told(self, due: dict[int, Task]) -> list[tuple[int, Any]]:
         """What the workers have answered by now, each with the task's number: 0 if a worker was lost without one."""
-        told = []
-        ready: list[Any] = [key.fileobj for key, _ in self._answers.select(1.0 if self._deadline else None)]
+        told: list[tuple[int, Any]] = []
+        ready: list[Any] = [key.fileobj for key, _ in self._answers.select(POLL if self._deadline else None)]
         for pipe in ready:
             try:
                 told.append(pipe.recv())
             except (EOFError, OSError):
-                told.append(self._replaced(pipe, "died"))
-        now = time.monotonic()
+                told += self._replaced(pipe)
+        answered = {number for number, _ in told}
         for pipe, (worker, _) in [*self._workers.items()] if self._deadline else []:
             task = due.get(int(self._shared.busy[0][worker]))
-            since = float(self._shared.since[0][worker])
-            if task and task.kind == b"tu" and now - since > self._deadline * (task.stop - task.start):
-                told.append(self._replaced(pipe, "hung"))
+            if task and task.number not in answered and self._late(task, worker):
+                told += self._replaced(pipe, hung=task.number)
         return told
 
-    def _replaced(self, pipe: Any, reason: str) -> tuple[int, Mishap]:
-        """Another worker in the place of a lost one, and what was lost with it."""
+    def _late(self, task: Task, worker: int) -> bool:
+        allowed = self._deadline * (task.stop - task.start)
+        return task.kind == b"tu" and time.monotonic() - float(self._shared.since[0][worker]) > allowed
+
+    def _replaced(self, pipe: Any, hung: int = 0) -> list[tuple[int, Any]]:
+        """Another worker in the place of one that died, or hung at a task; what it still said, and what was lost."""
         worker = self._workers[pipe][0]
+        code, told = self._dismiss(pipe, 0.0 if hung else 0.2)
+        # Only now that it is gone do its numbers stand still.
         number, stage = int(self._shared.busy[0][worker]), STAGES[int(self._shared.stage[worker])]
-        _, code = self._dismiss(pipe)
         self._hire(worker)
-        if reason == "hung":
-            return number, Mishap(reason, f"no answer after {self._deadline:g} s, while {stage}")
-        return number, Mishap(reason, f"its worker process died with exit code {code}, while {stage}")
+        if not hung:
+            return [*told, (number, Mishap("died", f"its worker process died with exit code {code}, while {stage}"))]
+        late = Mishap("hung", f"no answer after {self._deadline:g} s, while {stage}")
+        return [*told, (number if number == hung else 0, late)]
 
     def _start_over(self) -> None:
         """New workers with an empty pipe: what the old ones had not answered must be laid out again."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fedflat.client import Problem, Worker
-from fedflat.errors import FedflatError
+from fedflat.errors import FedflatError, RunError
 from fedflat.parts import ServerState, Upload
-from fedflat.store import Memory, Scratch, Table, Tables
+from fedflat.store import ADVICE, Memory, Scratch, Table, Tables
 
 Numbers = dict[str, Any]
 
@@ -35,7 +35,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Mishap:
-    """What became of a task instead of an answer: raised, hung or died; if one of our own errors was raised, which."""
+    """What became of a task or a turn instead of an answer; if one of our own errors was raised, which."""
 
     reason: str
     detail: str
@@ -53,13 +53,15 @@ class Shared:
         shared = 0 if "buffers" in problem.memory else statistics
         sent = {name: vector.numel() for name, vector in problem.method.send(state).items()}
         uploads = dict.fromkeys(("delta", *problem.method.uploads), size)
-        self.board = Tables(scratch.path, "sent", 1, {**sent, "buffers": shared}, dtype)
-        self.model = Tables(scratch.path, "model", 1, {"weights": size, "buffers": statistics}, dtype)
+        self.board = Tables(scratch.path / "sent", 1, {**sent, "buffers": shared}, dtype)
+        self.model = Tables(scratch.path / "model", 1, {"weights": size, "buffers": statistics}, dtype)
         self.vector = Table(scratch.path / "vector", 1, size, dtype)
-        self.slots = Tables(scratch.path, "upload", slots, {**uploads, "buffers": shared}, dtype)
-        self.kept = Tables(scratch.path, "kept", slots, problem.memory, dtype)
+        self.slots = Tables(scratch.path / "upload", slots, {**uploads, "buffers": shared}, dtype, sparse=True)
+        self.kept = Tables(scratch.path / "kept", slots, problem.memory, dtype, sparse=True)
         self.memory = Memory(scratch.path, problem.federation.clients, problem.memory, dtype)
-        self.order = Tables(scratch.path, "order", 1, {"slots": slots, "clients": slots}, torch.int64)
+        self.order = Tables(scratch.path / "order", 1, {"slots": slots, "clients": slots}, torch.int64)
+        # Where all of it does not fit into memory, no process shall hold what it has done with.
+        self._frugal = not scratch.in_memory
         # The number of the task that each worker is at, since when, and at which stage of it; 0 if it waits for one.
         self.busy = Table(scratch.path / "busy", 1, workers, torch.int64)
         self.since = Table(scratch.path / "since", 1, workers, torch.float64)
@@ -82,11 +84,21 @@ class Shared:
 
     def stripped(self, upload: Upload, slot: int) -> Numbers:
         """The worker's side: the vectors into the slot, the numbers into the message."""
-        self.slots.write(slot, {"delta": upload.delta, **upload.vectors})
-        self.kept.write(slot, upload.memory)
+        try:
+            self.slots.write(slot, {"delta": upload.delta, **upload.vectors})
+            self.kept.write(slot, upload.memory)
+        except OSError as error:
+            raise RunError(f"client {upload.client}: no room for its upload ({error.strerror}); {ADVICE}") from None
+        self.release()
         small = {name: vector.tolist() for name, vector in upload.vectors.items() if name not in self.slots}
         numbers = {name: getattr(upload, name) for name in ("client", "samples", "steps", "lr", "loss", "notes")}
         return {**numbers, "vectors": small, "norm": upload.norm}
+
+    def release(self) -> None:
+        """This process is done with the uploads, written or read."""
+        if self._frugal:
+            self.slots.release()
+            self.kept.release()
 
     def completed(self, numbers: Numbers, slot: int) -> Upload:
         """The server's side: the numbers of the message with the vectors of the slot."""

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from fedflat.admission import misfit
 from fedflat.client import Brief, Problem, Question, Worker, mishap
 from fedflat.engine.shared import RECORD, Mishap, Numbers, Shared, Task
 from fedflat.errors import FedflatError
 from fedflat.metrics import Score
+from fedflat.parts import Upload
 
 
 def serve(
@@ -51,16 +53,22 @@ def _answer(worker: Worker, shared: Shared, task: Task) -> Any:
     except FedflatError as error:
         return Mishap("raised", str(error), type(error))
     except Exception as error:
-        return Mishap("raised", mishap(error, worker.stage if task.kind == b"tu" else "evaluating"))
+        return Mishap("raised", mishap(error, worker.stage))
 
 
-def _turns(worker: Worker, shared: Shared, task: Task) -> list[Numbers]:
+def _turns(worker: Worker, shared: Shared, task: Task) -> list[Numbers | Mishap]:
     slots, clients = shared.who(task.start, task.stop)
     brief = Brief(task.round, task.lr, shared.board[0])
     uploads = worker.turns(brief, clients, [shared.memory[client] for client in clients])
-    answers = [shared.stripped(upload, slot) for upload, slot in zip(uploads, slots, strict=True)]
+    answers = [_left(worker, shared, upload, slot) for upload, slot in zip(uploads, slots, strict=True)]
     shared.memory.release(clients)
     return answers
+
+
+def _left(worker: Worker, shared: Shared, upload: Upload, slot: int) -> Numbers | Mishap:
+    """An upload left in its slot; one that does not fit would be stretched or converted there without a word."""
+    fault = misfit(upload, worker.problem)
+    return Mishap(*fault) if fault else shared.stripped(upload, slot)
 
 
 def _tell(worker: Worker, shared: Shared, task: Task) -> None:

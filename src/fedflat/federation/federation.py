@@ -39,9 +39,17 @@ class Federation:
         """m, the number of clients."""
         return len(self.shards)
 
+    def shard(self, client: int) -> Tensor:
+        """The indices of one client's samples."""
+        return self.shards[client]
+
     def samples(self, client: int) -> int:
         """nᵢ, the number of one client's samples."""
-        return len(self.shards[client])
+        return len(self.shard(client))
+
+    def empty(self) -> int | None:
+        """A client that holds no sample, if there is one."""
+        return next((client for client, shard in enumerate(self.shards) if not len(shard)), None)
 
     def share(self, client: int) -> float:
         """nᵢ m / N: a client's size relative to the mean client."""
@@ -62,7 +70,7 @@ class Federation:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The client's next batches; where nothing is drawn for them, many are fetched and normalised at a time."""
         block = 1 if self.augment.draws and chance is not None else max(1, BLOCK // (size or BLOCK))
-        indices = batch_indices(self.shards[client], size, steps, order)
+        indices = batch_indices(self.shard(client), size, steps, order)
         while together := list(islice(indices, block)):
             inputs, labels = self.batch(torch.cat(together), chance)
             sizes = [len(batch) for batch in together]
@@ -76,7 +84,7 @@ class Federation:
         A sample's share is 1/n of its client's batch; what fills a shorter batch up, or stands for one that a client
         does not have any more, has none.
         """
-        streams = [batch_indices(self.shards[c], size, k, o) for c, k, o in zip(clients, steps, orders, strict=True)]
+        streams = [batch_indices(self.shard(c), size, k, o) for c, k, o in zip(clients, steps, orders, strict=True)]
         each = [batch for step in zip_longest(*streams, fillvalue=torch.zeros(0).long()) for batch in step]
         lengths = torch.tensor([len(batch) for batch in each]).unsqueeze(1)
         indices = pad_sequence(each, batch_first=True)

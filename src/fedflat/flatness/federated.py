@@ -31,10 +31,15 @@ class Portion:
 
     def of(self, federation: Federation, client: int) -> Tensor:
         """The indices of one client's samples."""
-        shard = federation.shards[client]
-        count = round(federation.share(client) * self.samples / federation.clients) if self.samples else len(shard)
+        shard = federation.shard(client)
         order = torch.randperm(len(shard), generator=generator(self.seed, "flatness", client=client))
-        return shard[order[: max(1, count)].sort().values]
+        return shard[order[: self.count(federation, client)].sort().values]
+
+    def count(self, federation: Federation, client: int) -> int:
+        """How many they are, which also a server knows that does not have them."""
+        there = federation.samples(client)
+        wanted = round(federation.share(client) * self.samples / federation.clients) if self.samples else there
+        return min(max(1, wanted), there)
 
     def batches(self, federation: Federation, clients: Sequence[int]) -> list[Batch]:
         """The samples of some clients as the network takes them, never augmented."""
@@ -76,7 +81,7 @@ class FederatedHessian:
     def __init__(self, engine: Engine, state: ServerState, problem: Problem, portion: Portion) -> None:
         self._engine, self._state, self._trained = engine, state, _trained(problem)
         federation = problem.federation
-        counts = [len(portion.of(federation, client)) for client in range(federation.clients)]
+        counts = [portion.count(federation, client) for client in range(federation.clients)]
         self.samples, self.products = sum(counts), 0
         self._shares = [count / self.samples for count in counts]
 

@@ -75,7 +75,8 @@ class Eigen:
 def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed: int = 0) -> Eigen:
     """The k algebraically largest eigenvalues by SciPy's Lanczos; the start vector comes from the seed.
 
-    A matrix that is hardly larger than k is written out instead. Only the products wait for the operator's device.
+    A matrix that is hardly larger than k is written out instead. They are NaN where a product is not finite. Only the
+    products wait for the operator's device.
     """
     before = hessian.products
     if hessian.size <= k + 1:
@@ -93,7 +94,10 @@ def _lanczos(hessian: Operator, k: int, tolerance: float, seed: int) -> tuple[Te
     """Eigenvalues in falling order, and their vectors as rows."""
 
     def product(vector: Any) -> Any:
-        return (hessian @ torch.from_numpy(np.ascontiguousarray(vector)).reshape(-1)).cpu().numpy()
+        image = (hessian @ torch.from_numpy(np.ascontiguousarray(vector)).reshape(-1)).cpu().numpy()
+        if not np.isfinite(image).all():
+            raise FloatingPointError  # ARPACK would take it for a zero
+        return image
 
     dtype = np.float64 if hessian.dtype == torch.float64 else np.float32
     operator = LinearOperator((hessian.size, hessian.size), matvec=product, dtype=dtype)
@@ -105,6 +109,8 @@ def _lanczos(hessian: Operator, k: int, tolerance: float, seed: int) -> tuple[Te
         raise TrainingError(f"the {k} largest eigenvalues did not settle to {tolerance:g}; ask for fewer") from error
     except ArpackError:  # its first product was zero, as in a layer whose inputs are all dead
         return torch.zeros(k, dtype=hessian.dtype), torch.eye(k, hessian.size, dtype=hessian.dtype)
+    except FloatingPointError:
+        return torch.full((k,), math.nan, dtype=hessian.dtype), torch.eye(k, hessian.size, dtype=hessian.dtype)
     order = np.argsort(values)[::-1]
     return torch.from_numpy(values[order].copy()), torch.from_numpy(columns.T[order].copy())
 

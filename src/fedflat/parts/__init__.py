@@ -3,6 +3,7 @@
 from fedflat.parts.ascent import AdaptiveAscent, Ascent, ConsensusAscent, InterpolatedAscent, LookbackAscent
 from fedflat.parts.local_work import FallingRate, FrozenHead, MetaStep
 from fedflat.parts.part import Part, Range, ServerState, Upload, Uploads, option
+from fedflat.parts.privacy import CentralPrivacy, LocalPrivacy, Privacy
 from fedflat.parts.proximal import AblatedAscent, ProximalAscent
 from fedflat.parts.pulls import ClientMomentum, ControlVariates, DynamicDual, Proximal
 from fedflat.parts.robust import TrimmedMean
@@ -22,6 +23,7 @@ __all__ = [
     "AdaptiveAscent",
     "AdaptiveServer",
     "Ascent",
+    "CentralPrivacy",
     "ClientMomentum",
     "ConsensusAscent",
     "ControlVariates",
@@ -30,12 +32,14 @@ __all__ = [
     "FallingRate",
     "FrozenHead",
     "InterpolatedAscent",
+    "LocalPrivacy",
     "LookbackAscent",
     "MetaStep",
     "ModelContrast",
     "NormalisedAveraging",
     "NotTrueDistillation",
     "Part",
+    "Privacy",
     "Proximal",
     "ProximalAscent",
     "Range",

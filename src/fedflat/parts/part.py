@@ -24,7 +24,8 @@ Place = Literal["", "average", "ascent", "server", "shown"]
 class ServerState:
     """What the server holds between rounds, and in `move` what it adds to the weights.
 
-    In a merge the move begins as the average of the clients' Δ, and each part may change it.
+    In a merge the move begins as the average of the clients' Δ, and each part may change it. `cohort` is the number of
+    clients that the recipe expects in a round; draws are made from the seed and the round.
     """
 
     weights: Tensor
@@ -34,6 +35,8 @@ class ServerState:
     round: int
     clients: int
     lr: float = 1.0
+    seed: int = 0
+    cohort: float = 1.0
 
     @property
     def arrival(self) -> Tensor:
@@ -245,7 +248,10 @@ class Part:
         return rule
 
     def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
-        """Client side, after training: the vectors to remember, and those to upload."""
+        """Client side, after training: the vectors to remember, and those to upload.
+
+        An upload named "delta" goes up in place of the outcome's Δ.
+        """
         return {}, {}
 
     def merge(self, server: ServerState, uploads: Uploads) -> ServerState:

@@ -28,7 +28,7 @@ class TrimmedMean(Part):
     trim: float = option(0.1, "share of the clients left out at either end; 0.5 = the median", low=0, high=0.5)
 
     def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
-        cut = min(int(self.trim * len(uploads)), (len(uploads) - 1) // 2)
+        cut = min(int(self.trim * len(uploads) + 1e-9), (len(uploads) - 1) // 2)
         spans = [upload.delta.split(SPAN) for upload in uploads]
         return server.update(move=torch.cat([_middle(torch.stack(rows), cut) for rows in zip(*spans, strict=True)]))
 

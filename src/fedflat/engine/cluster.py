@@ -1,0 +1,254 @@
+"""Clients' turns as tasks on a Ray cluster: one of this machine's own, or one that is there already."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedflat.client import Brief, Problem, Question, Refusal, Worker, mishap
+from fedflat.engine.engine import chunks, groups, one_thread
+from fedflat.engine.shared import Mishap
+from fedflat.engine.wire import Arrays, arrays, numbers, vectors
+from fedflat.errors import FedflatError, RecipeError, TrainingError
+from fedflat.federation.datasets import Samples
+from fedflat.metrics import Score
+from fedflat.parts import ServerState, Upload, Uploads
+from fedflat.store import Memory, Scratch
+
+RETRIES = 3  # of a task whose node or process was lost, after which it is the client's fault
+POLL = 0.5  # seconds between two looks at the deadlines
+Job = tuple[Any, ...]
+
+
+class Cluster:
+    """The engine on Ray.
+
+    The problem and each round's vectors go into the object store once, and from there once to every node, whose
+    processes read the samples in place. A task names clients and carries their memory. When a node is lost Ray runs its
+    tasks elsewhere; as they are the same tasks, the run ends with the same weights.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        question: Question | None = None,
+        deadline: float = 0.0,
+        address: str | None = None,
+        workers: int = 0,
+    ) -> None:
+        self._ray, self._own = _connect(address, workers)
+        self._problem, self._deadline = problem, deadline
+        self._scratch = Scratch(problem.room())
+        self.memory = Memory(
+            self._scratch.path, problem.federation.clients, problem.memory, problem.network.weights.dtype
+        )
+        self._store = self._ray.put(_packed(problem, question))
+        self._task = self._ray.remote(num_cpus=1, max_retries=RETRIES)(_task)
+
+    def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
+        board = self._ray.put((brief.round, brief.lr, arrays(brief.sent)))
+        left = deque([cohort[position] for position in group] for group in groups(self._problem, cohort))
+
+        def job(clients: list[int]) -> Job:
+            kept = [None if (row := self.memory[client]) is None else arrays(row) for client in clients]
+            return "turns", board, clients, kept
+
+        for clients, answer in self._each(left, job):
+            if isinstance(answer, Mishap) and len(clients) > 1:
+                left.extend([client] for client in clients)
+            elif isinstance(answer, Mishap):
+                yield Refusal(clients[0], answer.reason, answer.detail)
+            else:
+                yield from map(_completed, answer)
+
+    def remember(self, uploads: Uploads) -> None:
+        for upload in uploads:
+            self.memory.keep(upload.client, upload.memory)
+        self.memory.release(upload.client for upload in uploads)
+
+    def score(self, state: ServerState, part: str, chunk: int) -> Score:
+        board = self._ray.put(arrays({"weights": state.weights, "buffers": state.buffers}))
+        spans = deque(chunks(self._problem.federation.size(part), chunk))
+        order, scores = list(spans), dict[tuple[int, int], Score]()
+        for span, answer in self._each(spans, lambda span: ("score", board, part, *span)):
+            scores[span] = _sure(answer, f"evaluation of {part} samples {span[0]} to {span[1]}")
+        return reduce(add, (scores[span] for span in order))
+
+    def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        board = self._ray.put(arrays({"weights": state.weights, "buffers": state.buffers, "vector": vector}))
+        told: dict[int, Tensor] = {}
+        for client, answer in self._each(deque(clients), lambda client: ("tell", board, client)):
+            told[client] = vectors(_sure(answer, f"client {client}"))["answer"]
+        yield from ((client, told[client]) for client in clients)
+
+    def _each(self, left: deque[Any], job: Callable[[Any], Job]) -> Iterator[tuple[Any, Any]]:
+        """Keep the cluster busy with what is left, and give back what becomes of it: an answer or a mishap."""
+        running: dict[Any, tuple[Any, float]] = {}
+        while left or running:
+            while left and len(running) < self._most():
+                running[self._sent(*job(left[0]))] = (left[0], time.monotonic())
+                left.popleft()
+            done, _ = self._ray.wait(list(running), timeout=POLL if self._deadline else None)
+            for task in done:
+                yield running.pop(task)[0], self._fetched(task)
+            for task, (what, since) in [*running.items()] if self._deadline else []:
+                if time.monotonic() - since > self._deadline:
+                    self._ray.cancel(task, force=True)
+                    del running[task]
+                    yield what, Mishap("hung", f"no answer after {self._deadline:g} s")
+
+    def _sent(self, name: str, board: Any, *rest: Any) -> Any:
+        """A task on its way; what lies in a list is handed on by name, and fetched once in a process."""
+        return self._task.remote(name, [self._store], [board], *rest)
+
+    def _most(self) -> int:
+        """Tasks to have out at a time: two for each core, so that none waits for us; one, if a deadline counts."""
+        cores = int(self._ray.cluster_resources().get("CPU", 1))
+        return max(1, cores if self._deadline else 2 * cores)
+
+    def _fetched(self, task: Any) -> Any:
+        try:
+            answer = self._ray.get(task)
+        except self._ray.exceptions.RayError as error:
+            return Mishap("died", f"its process or node was lost {RETRIES + 1} times ({type(error).__name__})")
+        if isinstance(answer, FedflatError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        del self._store
+        if self._own:
+            self._ray.shutdown()
+        self._scratch.close()
+
+
+def _connect(address: str | None, workers: int) -> tuple[Any, bool]:
+    """Ray, and whether it was started or joined by us and is ours to leave."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of a change to come
+    try:
+        import ray
+    except ImportError:
+        raise RecipeError("engine.name = \"ray\" needs Ray: pip install 'fedflat[ray]'") from None
+    if ray.is_initialized():
+        return ray, False
+    before = signal.getsignal(signal.SIGTERM)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+    try:
+        if address:
+            _knock(address)
+            ray.init(address=address, **quiet)
+        else:
+            ray.init(num_cpus=workers or None, include_dashboard=False, **quiet)
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        where = f"engine.address = {address!r}: no Ray cluster answers there" if address else "Ray does not start here"
+        raise TrainingError(f"{where} ({str(error).splitlines()[0]})") from None
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)  # Ray's own would end a run in the middle of its round
+    return ray, True
+
+
+def _knock(address: str) -> None:
+    """See whether anybody is there: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=5).close()
+
+
+def _packed(problem: Problem, question: Question | None) -> tuple[Problem, Question | None, Arrays]:
+    """The problem with one sample, and all samples as arrays, which the processes of a node can read in place."""
+    data, samples = problem.federation.dataset, dict[str, Tensor]()
+    bare: dict[str, Any] = {}
+    for part in ("train", "test"):
+        held: Samples = getattr(data, part)
+        samples |= {f"{part}.inputs": held.inputs, f"{part}.labels": held.labels}
+        bare[part] = Samples(held.inputs[:1].clone(), held.labels[:1].clone())
+    federation = replace(problem.federation, dataset=replace(data, **bare))
+    shell = object.__new__(Problem)
+    vars(shell).update(vars(problem) | {"federation": federation})
+    return shell, question, arrays(samples)
+
+
+_resident: dict[Any, Worker] = {}
+
+
+def _worker(store: Any) -> Worker:
+    """This process's worker for a problem; it is made at the first task of that problem."""
+    import ray
+
+    if store not in _resident:
+        _resident.clear()
+        torch.set_num_threads(1)
+        problem, question, samples = ray.get(store)
+        tensors = vectors(samples)
+        train, test = (Samples(tensors[f"{part}.inputs"], tensors[f"{part}.labels"]) for part in ("train", "test"))
+        dataset = replace(problem.federation.dataset, train=train, test=test)
+        problem.federation = replace(problem.federation, dataset=dataset)
+        _resident[store] = Worker(problem, question)
+    return _resident[store]
+
+
+def _task(name: str, stores: list[Any], boards: list[Any], *rest: Any) -> Any:
+    """Any task, in a process of the cluster."""
+    import ray
+
+    with one_thread():
+        worker = _worker(stores[0])
+        try:
+            work: dict[str, Callable[..., Any]] = {"turns": _turns, "score": _score, "tell": _tell}
+            return work[name](worker, ray.get(boards[0]), *rest)
+        except FedflatError as error:
+            return error
+        except Exception as error:
+            return Mishap("raised", mishap(error, worker.stage))
+
+
+def _turns(worker: Worker, board: Any, clients: list[int], kept: list[Arrays | None]) -> list[dict[str, Any]]:
+    round, lr, sent = board
+    memories = [None if row is None else vectors(row) for row in kept]
+    uploads = worker.turns(Brief(round, lr, vectors(sent)), clients, memories)
+    return [
+        {
+            **numbers(u),
+            "norm": u.norm,
+            "delta": arrays({"delta": u.delta}),
+            "up": arrays(u.vectors),
+            "kept": arrays(u.memory),
+        }
+        for u in uploads
+    ]
+
+
+def _completed(answer: dict[str, Any]) -> Upload:
+    norm, delta = answer.pop("norm"), vectors(answer.pop("delta"))["delta"]
+    upload = Upload(delta=delta, vectors=vectors(answer.pop("up")), memory=vectors(answer.pop("kept")), **answer)
+    vars(upload)["norm"] = norm
+    return upload
+
+
+def _score(worker: Worker, board: Arrays, part: str, start: int, stop: int) -> Score:
+    model = vectors(board)
+    return worker.score(model["weights"], model["buffers"], part, start, stop)
+
+
+def _tell(worker: Worker, board: Arrays, client: int) -> Arrays:
+    model = vectors(board)
+    return arrays({"answer": worker.answer(model["weights"], model["buffers"], client, model["vector"])})
+
+
+def _sure(answer: Any, about: str) -> Any:
+    if isinstance(answer, Mishap):
+        raise TrainingError(f"{about}: {answer.detail}")
+    return answer

@@ -1,0 +1,101 @@
+"""Certificates and keys for a deployment: a certificate authority of its own, the server's certificate, a key a client.
+
+All are elliptic-curve keys, in the forms that Flower reads. Whoever holds `ca.key` can make certificates that every
+client trusts: keep it offline once the deployment runs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedflat.errors import RunError
+from fedflat.folder import written_to
+
+PEM, NONE = serialization.Encoding.PEM, serialization.NoEncryption()
+
+
+def write_keys(folder: Path, hosts: Sequence[str], clients: int, days: int = 365) -> list[Path]:
+    """ca.pem, ca.key, server.pem, server.key, and client-i with client-i.pub for each client."""
+    if folder.exists() and any(folder.iterdir()):
+        raise RunError(f"{folder}: there are keys already; move them away first, as old nodes know only these")
+    with written_to(folder, "choose another directory"):
+        folder.mkdir(parents=True, exist_ok=True)
+        authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+        root = _certificate("fedflat deployment", authority, None, authority, (), days)
+        own = _certificate(hosts[0], server, root, authority, hosts, days)
+        written = [_private(folder / "ca.key", authority), _public(folder / "ca.pem", root.public_bytes(PEM))]
+        written += [_private(folder / "server.key", server), _public(folder / "server.pem", own.public_bytes(PEM))]
+        for client in range(clients):
+            key, path = ec.generate_private_key(ec.SECP384R1()), folder / f"client-{client}"
+            formats = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+            written.append(_private(path, key, serialization.PrivateFormat.OpenSSH))
+            written.append(_public(path.with_suffix(".pub"), key.public_key().public_bytes(*formats) + b"\n"))
+    return written
+
+
+def _certificate(
+    name: str,
+    key: ec.EllipticCurvePrivateKey,
+    issuer: x509.Certificate | None,
+    signer: ec.EllipticCurvePrivateKey,
+    hosts: Sequence[str],
+    days: int,
+) -> x509.Certificate:
+    """The authority's own certificate (no issuer), or one of a server that answers under these names."""
+    subject, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), datetime.now(UTC)
+    root = issuer is None
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer.subject if issuer else subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=root, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+    )
+    if root:
+        builder = builder.add_extension(_usage(), critical=True)
+    else:
+        names = x509.SubjectAlternativeName([_host(host) for host in hosts])
+        serves = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+        builder = builder.add_extension(names, critical=False).add_extension(serves, critical=False)
+    return builder.sign(signer, hashes.SHA256())
+
+
+def _usage() -> x509.KeyUsage:
+    others = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    unused = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
+    return x509.KeyUsage(key_cert_sign=True, crl_sign=True, **unused)
+
+
+def _host(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _private(
+    path: Path,
+    key: ec.EllipticCurvePrivateKey,
+    form: serialization.PrivateFormat = serialization.PrivateFormat.PKCS8,
+) -> Path:
+    path.touch(mode=0o600)
+    path.write_bytes(key.private_bytes(PEM, form, NONE))
+    return path
+
+
+def _public(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path

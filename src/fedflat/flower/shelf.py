@@ -1,0 +1,117 @@
+"""A client's memory between two messages of a deployment, on its own disk.
+
+Whether an upload was merged only the server knows, and it says so with the next brief: the round of the last merged
+upload, and the digest of what the client wanted to keep then. So the client keeps two versions, that one and the one
+after it, and a version that is gone, damaged, or from another time is never taken for the right one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from safetensors.torch import load as from_safetensors
+from safetensors.torch import save as safetensors_bytes
+
+from fedflat.errors import RunError
+from fedflat.folder import write_whole, written_to
+from fedflat.local import Vectors
+
+
+class Mark(NamedTuple):
+    """A version of a client's memory: the round that it was made in, and its SHA-256."""
+
+    round: int
+    digest: str
+
+
+class MemoryLostError(RunError):
+    """The version of a client's memory that the server counts on is not there."""
+
+
+class Shelf(Protocol):
+    """Where versions lie, by their round."""
+
+    def rounds(self) -> list[int]: ...
+
+    def read(self, round: int) -> bytes | None: ...
+
+    def write(self, round: int, blob: bytes) -> None: ...
+
+    def drop(self, round: int) -> None: ...
+
+
+class DiskShelf:
+    """Files in a directory of the client's: memory/RUN/client-3/00000012.safetensors."""
+
+    def __init__(self, directory: Path, run: str, client: int) -> None:
+        self._folder = directory / run / f"client-{client}"
+
+    def rounds(self) -> list[int]:
+        return sorted(int(path.stem) for path in self._folder.glob("[0-9]*.safetensors") if path.stem.isdigit())
+
+    def read(self, round: int) -> bytes | None:
+        try:
+            return self._path(round).read_bytes()
+        except OSError:
+            return None
+
+    def write(self, round: int, blob: bytes) -> None:
+        with written_to(self._folder, "the node's `memory` directory must be writable and have room"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path(round), blob)
+
+    def drop(self, round: int) -> None:
+        self._path(round).unlink(missing_ok=True)
+
+    def _path(self, round: int) -> Path:
+        return self._folder / f"{round:08}.safetensors"
+
+
+class StateShelf:
+    """A place that Flower keeps while a run lasts, for simulations: lost when the node ends."""
+
+    def __init__(self, state: MutableMapping[str, bytes]) -> None:
+        self._state = state
+
+    def rounds(self) -> list[int]:
+        return sorted(int(name) for name in self._state)
+
+    def read(self, round: int) -> bytes | None:
+        return self._state.get(str(round))
+
+    def write(self, round: int, blob: bytes) -> None:
+        self._state[str(round)] = blob
+
+    def drop(self, round: int) -> None:
+        del self._state[str(round)]
+
+
+def recall(shelf: Shelf, mark: Mark | None, anew: bool) -> tuple[Vectors | None, str]:
+    """What the client kept when its upload was last merged; and what had to be forgiven, if `anew` allows that.
+
+    Without a mark no upload of this client was ever merged, so it begins with nothing.
+    """
+    found = shelf.read(mark.round) if mark else None
+    for round in shelf.rounds():
+        if not (mark and round == mark.round):
+            shelf.drop(round)
+    if mark is None:
+        return None, ""
+    if found is not None and hashlib.sha256(found).hexdigest() == mark.digest:
+        return from_safetensors(found), ""
+    trouble = f"its memory of round {mark.round} is {'gone' if found is None else 'not the one that it kept then'}"
+    if not anew:
+        raise MemoryLostError(f'{trouble}; bring it back, or set deployment.memory = "anew" to begin with none')
+    return None, f"{trouble}; it began anew"
+
+
+def keep(shelf: Shelf, round: int, memory: Vectors, about: dict[str, str]) -> Mark:
+    """Put a new version beside the last one; it counts once the server says that the upload was merged."""
+    tensors = {name: vector.detach().cpu().contiguous() for name, vector in memory.items()}
+    blob = safetensors_bytes(tensors, {"fedflat": json.dumps({**about, "round": round})})
+    shelf.write(round, blob)
+    return Mark(round, hashlib.sha256(blob).hexdigest())
