@@ -3,8 +3,8 @@
     FEDFLAT_DATA=… python benchmarks/hessian_cost.py [--repeats 9] [--threads 2]
 
 The ratio: FedAvg-CNN on 500 CIFAR-10 images and MLP on 500 MNIST images, in batches, at their first weights, one
-thread. The count: the five largest eigenvalues of the FedAvg-CNN on 2,000 CIFAR-10 images after three rounds in the house of FedSoL, until
-‖Hv − λv‖ ≤ 10⁻³ |λ| for each. Exits 1 if a bound is missed. Prints Markdown tables.
+thread. The count: the five largest eigenvalues of the FedAvg-CNN on 2,000 CIFAR-10 images after three rounds in the
+house of FedSoL, until ‖Hv − λv‖ ≤ 10⁻³ |λ| for each. Exits 1 if a bound is missed. Prints Markdown tables.
 """
 
 import argparse

@@ -284,3 +284,20 @@ def test_skipped_rounds_in_a_row_are_counted_across_an_interruption(tmp_path):
     with pytest.raises(TrainingError, match="3 rounds in a row were skipped"):
         settle(tmp_path, *skipping, resume=True)
     assert lines(tmp_path) == 3
+
+
+def test_a_signal_to_the_whole_group_as_batch_systems_send_it_costs_no_client(tmp_path):
+    arguments = ["--set", "server.rounds=200", "engine.workers=2", "engine.group=1", "checkpoint.every=1"]
+    command = [sys.executable, "-m", "fedflat.cli", "run", *arguments, "--out", "run"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 143, said
+    assert "go on with: fedflat resume run" in said
+    assert "refused" not in metrics.read_text()

@@ -23,8 +23,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import save as safetensors_bytes
 from safetensors.torch import load as from_safetensors
-from safetensors.torch import save as safetensors_bytes
 
 from fedflat.errors import RunError
 from fedflat.folder import Record, sync_directory, write_whole, written_to
@@ -116,7 +116,8 @@ class Checkpoints:
         self._spent += time.perf_counter() - begun
 
     def _write(self, name: str, tensors: Vectors) -> Record:
-        blob = safetensors_bytes({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
+        # The same bytes as from safetensors.torch, which leaves cycles behind that pile up until they are collected.
+        blob = safetensors_bytes({key: tensor.detach().cpu().contiguous().numpy() for key, tensor in tensors.items()})
         write_whole(self._folder / name, blob)
         return {"file": name, "sha256": hashlib.sha256(blob).hexdigest()}
 

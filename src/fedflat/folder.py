@@ -199,9 +199,14 @@ def sync_directory(path: Path) -> None:
         os.close(directory)
 
 
+def beside(run: Path, name: str) -> Path:
+    """Where something about a run is written; about a checkpoint, in the run's directory with the round in its name."""
+    return run.parent.parent / f"{run.stem}-{name}" if run.suffix == ".json" else run / name
+
+
 def read_recipe(directory: Path) -> Recipe:
-    """The recipe of a run, as it lies in its directory."""
-    path = Path(directory) / "recipe.toml"
+    """The recipe of a run, as it lies in its directory; of a checkpoint, that of its run."""
+    path = (directory.parent.parent if directory.suffix == ".json" else directory) / "recipe.toml"
     if not path.is_file():
         raise RunError(f"{directory}: no run is here (no recipe.toml); give a directory that `fedflat run` wrote")
     try:

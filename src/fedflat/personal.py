@@ -30,7 +30,7 @@ from fedflat.client import Problem
 from fedflat.engine.engine import chunks, one_thread
 from fedflat.errors import RecipeError, RunError, TrainingError, nearest
 from fedflat.federation.federation import Federation, batch_steps
-from fedflat.folder import write_whole
+from fedflat.folder import beside, write_whole
 from fedflat.local import Batch, LocalRule, train
 from fedflat.metrics import score
 from fedflat.randomness import generator
@@ -284,7 +284,7 @@ def summary(results: Iterable[Personal]) -> list[dict[str, Any]]:
 
 def save(directory: Path, how: str, results: Iterable[Personal]) -> Path:
     """Write personal-HOW.jsonl into a run's directory, whole or not at all: one line for each client and epochs."""
-    path = directory / f"personal-{how}.jsonl"
+    path = beside(directory, f"personal-{how}.jsonl")
     try:
         write_whole(path, "".join(json.dumps(asdict(result)) + "\n" for result in results).encode())
     except OSError as error:

@@ -185,7 +185,7 @@ def load_run(directory: Path, federation: Federation | None = None) -> tuple[Pro
     A run whose federation was made in Python needs it here again.
     """
     checkpoint = directory if directory.suffix == ".json" else None
-    recipe = read_recipe(directory.parent.parent if checkpoint else directory)
+    recipe = read_recipe(directory)
     if federation is None and recipe.split.name == "given":
         raise RunError(f"{directory}: its federation was made in Python; give it to load_run(directory, federation)")
     try:

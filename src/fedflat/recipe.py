@@ -195,8 +195,8 @@ class Recipe(Section):
 
     def essentials(self) -> dict[str, Any]:
         """All that the numbers of a run depend on: not how many rounds, how often it is saved, or on how many cores."""
-        where = {"name", "workers", "address"}
-        return self.model_dump(exclude={"checkpoint": True, "deployment": True, "server": {"rounds"}, "engine": where})
+        where = {"engine": {"name", "workers", "address"}, "data": {"dir"}}
+        return self.model_dump(exclude={"checkpoint": True, "deployment": True, "server": {"rounds"}, **where})
 
     def to_toml(self) -> str:
         """The recipe with every value in force; `load` reads it back."""

@@ -138,6 +138,8 @@ def execute(
         state, history = _train_in(folder, problem, recipe, callbacks, signals, warn, start)
         show(problem, state)
         folder.finish(problem.network, summary(history, recipe))
+        if signals.came:  # in the last round: this run is complete, but others may be waiting
+            raise StoppedError(f"stopped; the run in {directory} is complete", signals.came)
     return Result(recipe, history, problem.network.module, directory)
 
 

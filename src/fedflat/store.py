@@ -59,7 +59,7 @@ class Table:
             file.write(vector.contiguous().cpu().view(torch.uint8).numpy().data)
 
     def release(self, row: int | None = None) -> None:
-        """Forget a row's pages, or all, in this process and not in the file: it holds only the rows that it works on."""
+        """Forget a row's pages, or all, in this process, not in the file: it holds only the rows that it works on."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start, stop = (0, len(self._map)) if row is None else (row * self._bytes, (row + 1) * self._bytes)
             start -= start % mmap.PAGESIZE

@@ -111,10 +111,14 @@ def landscape(
     picture: Picture = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The loss around the global models of finished runs, on one grid; arrays to RUN/landscape-PLANE.npz."""
+    """The loss around the global models of finished runs or checkpoints, on one grid; arrays to RUN/landscape-PLANE.npz.
+
+    Beside a checkpoint they carry its round in their name.
+    """
     from fedflat.errors import RecipeError
     from fedflat.flatness import Hessian, Portion, eigen_plane, filter_normalised, top_eigenvalues
     from fedflat.flatness import landscape as walk
+    from fedflat.folder import beside
     from fedflat.prepare import load_run
 
     if not 0 < span < math.inf:
@@ -130,7 +134,7 @@ def landscape(
                 directions = filter_normalised(objective, dimensions, seed, orthogonal=True)
         with _bar(f"{run}", points**dimensions) as advance:
             found[str(run)] = walk(objective, directions[:dimensions], span, points, advance)
-        found[str(run)].save(run / f"landscape-{plane.value}.npz")
+        found[str(run)].save(beside(run, f"landscape-{plane.value}.npz"))
     header = (
         f"{MEASURED.format(samples=objective.samples)} on the {plane.value} {'line' if dimensions == 1 else 'plane'}"
     )

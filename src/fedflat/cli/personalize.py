@@ -39,7 +39,9 @@ def personalize(
 
     neighbours = Neighbours(k, mix, scale, capacity)
     for run in runs:
-        read_recipe(run), read_model(run)
+        read_recipe(run)
+        if run.suffix != ".json":
+            read_model(run)
     rows: list[dict[str, Any]] = []
     for run in runs:
         problem, recipe = load_run(run)

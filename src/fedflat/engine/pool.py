@@ -6,6 +6,7 @@ and nobody else notices.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -76,6 +77,7 @@ class Pool:
         self._workers: dict[Any, tuple[int, Any]] = {}
         self._answers = DefaultSelector()
         self._hire_all(workers)
+        atexit.register(self.close)  # multiprocessing itself would wait at exit for workers that heed no signal
 
     @property
     def memory(self) -> Memory:
@@ -236,6 +238,7 @@ class Pool:
         self._hire_all(workers)
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._tasks.close()
         self._theirs.close()
         self._answers.close()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedflat.client import Problem, Worker
+from fedflat.engine.wire import numbers
 from fedflat.errors import FedflatError, RunError
 from fedflat.parts import ServerState, Upload
 from fedflat.store import ADVICE, Memory, Scratch, Table, Tables
@@ -91,8 +92,7 @@ class Shared:
             raise RunError(f"client {upload.client}: no room for its upload ({error.strerror}); {ADVICE}") from None
         self.release()
         small = {name: vector.tolist() for name, vector in upload.vectors.items() if name not in self.slots}
-        numbers = {name: getattr(upload, name) for name in ("client", "samples", "steps", "lr", "loss", "notes")}
-        return {**numbers, "vectors": small, "norm": upload.norm}
+        return {**numbers(upload), "vectors": small, "norm": upload.norm}
 
     def release(self) -> None:
         """This process is done with the uploads, written or read."""
@@ -100,12 +100,12 @@ class Shared:
             self.slots.release()
             self.kept.release()
 
-    def completed(self, numbers: Numbers, slot: int) -> Upload:
+    def completed(self, message: Numbers, slot: int) -> Upload:
         """The server's side: the numbers of the message with the vectors of the slot."""
         vectors = self.slots[slot]
         delta = vectors.pop("delta")
-        vectors |= {name: delta.new_tensor(values) for name, values in numbers.pop("vectors").items()}
-        norm = numbers.pop("norm")
-        upload = Upload(**numbers, delta=delta, vectors=vectors, memory=self.kept[slot])
+        vectors |= {name: delta.new_tensor(values) for name, values in message.pop("vectors").items()}
+        norm = message.pop("norm")
+        upload = Upload(**message, delta=delta, vectors=vectors, memory=self.kept[slot])
         vars(upload)["norm"] = norm
         return upload

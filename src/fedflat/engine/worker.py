@@ -32,8 +32,9 @@ def serve(
     """A worker's life: take a task, do it, answer; end when the server closes the pipe."""
     for end in inherited:
         end.close()
+    # Ctrl-C and a batch system's SIGTERM reach the whole group; when to end is for the server to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
     worker = Worker(problem, question, shared.stage[number])
     busy, since = shared.busy[0], shared.since[0]
