@@ -111,9 +111,9 @@ def landscape(
     picture: Picture = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The loss around the global models of finished runs or checkpoints, on one grid; arrays to RUN/landscape-PLANE.npz.
+    """The loss around the global models of finished runs or checkpoints, on one grid.
 
-    Beside a checkpoint they carry its round in their name.
+    Arrays go to RUN/landscape-PLANE.npz; those of a checkpoint carry its round in their name.
     """
     from fedflat.errors import RecipeError
     from fedflat.flatness import Hessian, Portion, eigen_plane, filter_normalised, top_eigenvalues

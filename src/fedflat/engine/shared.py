@@ -70,8 +70,8 @@ class Shared:
 
     def lay(self, slots: Sequence[int], clients: Sequence[int]) -> None:
         """The order of a round: who takes part, and in which slot the upload is left."""
-        for name, numbers in ("slots", slots), ("clients", clients):
-            self.order[0][name][: len(numbers)] = torch.tensor(numbers)
+        for name, values in ("slots", slots), ("clients", clients):
+            self.order[0][name][: len(values)] = torch.tensor(values)
 
     def who(self, start: int, stop: int) -> tuple[list[int], list[int]]:
         """Slots and clients of a task."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import keyword
 import re
+import sys
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 
 from fedflat.errors import RecipeError, RunError
@@ -14,6 +17,7 @@ PORT = 8443
 FILES = {
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",
+    ".gitignore": "gitignore",
     "superlink.sh": "superlink.sh",
     "supernode.sh": "supernode.sh",
     "environment.sh": "environment.sh",
@@ -25,7 +29,7 @@ FILES = {
 SECURE = {
     "SERVER": "--ssl-certfile keys/server.pem --ssl-keyfile keys/server.key --ssl-ca-certfile keys/ca.pem "
     "--enable-supernode-auth",
-    "CLIENT": '--root-certificates keys/ca.pem --auth-supernode-private-key "keys/client-$1"',
+    "CLIENT": '--root-certificates keys/ca.pem --auth-supernode-private-key "keys/client-$client"',
     "TRUST": 'root-certificates = "@DIR@/keys/ca.pem"',
     "KEYS": "fedflat flower keys . --host HOST         # certificates and keys, once; HOST as the clients call it",
     "REGISTER": "for key in keys/client-*.pub; do flwr supernode register $key deployment; done",
@@ -43,8 +47,10 @@ def write_app(directory: Path, recipe: Recipe, insecure: bool = False, port: int
     """Write the app, and give its name; connections are encrypted and nodes authenticated, unless it is `insecure`."""
     directory = directory.resolve()
     name = re.sub(r"\W+", "_", directory.name.lower()).strip("_")
-    if not name.isidentifier():
+    if not name.isidentifier() or keyword.iskeyword(name):
         raise RecipeError(f"{directory.name}: cannot be the name of a Python package; choose another directory")
+    if name in sys.stdlib_module_names or ((taken := find_spec(name)) and taken.origin):
+        raise RecipeError(f"{directory.name}: a Python package of that name is there already; choose another directory")
     if directory.exists() and any(directory.iterdir()):
         raise RunError(f"{directory}: is not empty; choose another directory")
     words = {**(INSECURE if insecure else SECURE), "NAME": name, "DIR": str(directory), "PORT": str(port)}

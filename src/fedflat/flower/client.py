@@ -63,10 +63,10 @@ def client_of(context: Context) -> int:
 def _recipe(source: str | Path | Recipe, message: Message) -> Recipe:
     """The app's recipe, with what `flwr run -c set=…` changed on the server."""
     from fedflat.flower import wire
-    from fedflat.recipe import Recipe, load
+    from fedflat.recipe import Recipe, load, overridden
 
-    changes = str(wire.read_facts(message.content).get("set", ""))
-    return source if isinstance(source, Recipe) else load(source, changes.split())
+    changes = str(wire.read_facts(message.content).get("set", "")).split()
+    return overridden(source, changes) if isinstance(source, Recipe) else load(source, changes)
 
 
 def _problem(recipe: Recipe, facts: dict[str, Any], client: int, data: DataHook | None) -> Problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +46,8 @@ class OwnData(Federation):
         return self.shards[0]
 
     def samples(self, client: int) -> int:
+        if self.client == NOBODY and client not in self.sizes:
+            raise DataError(f"client {client} was not connected when the deployment began, so its size is not known")
         return self.sizes[client] if client in self.sizes else len(self.shard(client))
 
     def empty(self) -> int | None:
@@ -79,4 +81,5 @@ def own_problem(
         "sizes": dict(sizes or {}),
     }
     own = OwnData(dataset, (shard,), augmentation(recipe), **known)
-    return assemble(recipe, own, None, parse(recipe.method), torch.nn.functional.cross_entropy)
+    problem = assemble(recipe, own, None, parse(recipe.method), torch.nn.functional.cross_entropy)
+    return replace(problem, group=1)  # a client elsewhere shares no step with another

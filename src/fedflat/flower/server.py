@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ from fedflat.folder import write_whole, written_to
 from fedflat.metrics import Score, bytes_of
 from fedflat.parts import ServerState, Upload, Uploads
 from fedflat.prepare import in_full, sharpness_portion
-from fedflat.recipe import Recipe, load
+from fedflat.recipe import Checkpoint, Recipe, load, overridden
 from fedflat.run import execute
 
 POLL = 0.2  # seconds between two looks for replies; Flower's own loop naps for three
+HELLO = 120.0  # seconds that a new node may take to say which client it is
 VERSIONS = 3  # marks of a client's memory that are kept: as far back as a damaged checkpoint can send us
 JOURNAL = "deployment.json"
 
@@ -46,20 +47,26 @@ def server_app(recipe: str | Path | Recipe, data: DataHook | None = None) -> Ser
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         changes = str(context.run_config.get("set", ""))
-        chosen = recipe if isinstance(recipe, Recipe) else load(recipe, changes.split())
+        words = changes.split()
+        chosen = overridden(recipe, words) if isinstance(recipe, Recipe) else load(recipe, words)
         serve(grid, chosen, Path(str(context.run_config.get("out", "run"))), data, changes)
 
     return app
 
 
 def serve(grid: Grid, recipe: Recipe, out: Path, data: DataHook | None = None, changes: str = "") -> None:
-    """All rounds that are left of the deployment in `out`."""
+    """All rounds that are left of the deployment in `out`.
+
+    Every round is saved: clients keep what a server one round back needs, and no more.
+    """
     if recipe.split.clients < 1:
         raise RecipeError("split.clients: a deployment must say how many clients there are")
+    recipe = recipe.model_copy(update={"checkpoint": Checkpoint(every=1)})
     journal = Journal(out)
     nodes = Nodes(grid, recipe, changes)
+    connected = nodes.gather()
     if not journal.sizes:
-        journal.begin(nodes.gather())
+        journal.begin(connected)
     problem = own_problem(recipe, NOBODY, sum(journal.sizes.values()), data, journal.sizes)
 
     def start(problem: Problem, recipe: Recipe, _: ServerState) -> Deployment:
@@ -79,6 +86,8 @@ class Journal:
                 found = json.loads(self._path.read_text("utf-8"))
             except (OSError, ValueError) as error:
                 raise RunError(f"{self._path}: cannot be read ({error}); begin anew in another `out`") from None
+        elif (out / "checkpoints").exists():
+            raise RunError(f"{out}: holds a run, but no {JOURNAL} of a deployment; choose another `out`")
         self.run: str = found.get("run", "")
         self.sizes: dict[int, int] = {int(client): n for client, n in found.get("sizes", {}).items()}
         self._marks = {int(client): [Mark(*m) for m in marks] for client, marks in found.get("marks", {}).items()}
@@ -112,34 +121,52 @@ class Nodes:
     def __init__(self, grid: Grid, recipe: Recipe, changes: str) -> None:
         self._grid, self._recipe, self._changes = grid, recipe, changes
         self._hello: dict[int, tuple[int, int]] = {}
+        self._strange: dict[int, str] = {}
 
-    def online(self) -> dict[int, int]:
+    def online(self, patience: float = HELLO) -> dict[int, int]:
         """The node of each client that is connected; where two nodes claim one client, the first stays."""
         ids = [*self._grid.get_node_ids()]
         new = [node for node in ids if node not in self._hello]
-        for node, reply in self.exchange(dict.fromkeys(new, ({}, {})), MessageType.QUERY, 120.0):
-            facts = wire.read_facts(reply.content) if not reply.has_error() else {}
-            client, samples = facts.get("client"), facts.get("samples")
-            if isinstance(client, int) and isinstance(samples, int) and 0 <= client < self._recipe.split.clients:
-                self._hello[node] = (client, samples)
+        for node, reply in self.exchange(dict.fromkeys(new, ({}, {})), MessageType.QUERY, patience):
+            self._introduced(node, reply)
         clients: dict[int, int] = {}
         for node in self._hello:
             if node in ids:
                 clients.setdefault(self._hello[node][0], node)
         return clients
 
+    def _introduced(self, node: int, reply: Message) -> None:
+        """Note which client a node is, or say once why it is none."""
+        facts = wire.read_facts(reply.content) if not reply.has_error() else {}
+        match said := (facts.get("client"), facts.get("samples")):
+            case int(client), int(samples) if 0 <= client < self._recipe.split.clients and samples > 0:
+                self._hello[node] = (client, samples)
+                return
+        why = str(reply.error.reason) if reply.has_error() else f"it says that (client, samples) = {said}"
+        if self._strange.get(node) != why:
+            self._strange[node] = why
+            print(f"node {node} is none of the {self._recipe.split.clients} clients: {why}", flush=True)
+
+    def awaited(self, enough: Callable[[dict[int, int]], bool]) -> dict[int, int]:
+        """The node of each connected client, once these are enough or `deployment.wait` is over."""
+        end = time.monotonic() + self._recipe.deployment.wait
+        while not enough(found := self.online(min(HELLO, max(end - time.monotonic(), POLL)))):
+            if time.monotonic() > end:
+                break
+            time.sleep(POLL)
+        return found
+
     def gather(self) -> dict[int, int]:
         """Wait for the clients of the deployment, and give their numbers of samples."""
         clients, limits = self._recipe.split.clients, self._recipe.deployment
-        needed, end = limits.nodes or clients, time.monotonic() + limits.wait
-        while len(found := self.online()) < needed:
-            if time.monotonic() > end:
-                raise TrainingError(
-                    f"only {len(found)} of {needed} clients are connected after {limits.wait:g} s "
-                    f"(missing: {', '.join(str(c) for c in range(clients) if c not in found)}); "
-                    "start their nodes, or lower deployment.nodes"
-                )
-            time.sleep(1.0)
+        needed = limits.nodes or clients
+        found = self.awaited(lambda found: len(found) >= needed)
+        if len(found) < needed:
+            raise TrainingError(
+                f"only {len(found)} of {needed} clients are connected after {limits.wait:g} s "
+                f"(missing: {', '.join(str(c) for c in range(clients) if c not in found)}); "
+                "start their nodes, or lower deployment.nodes"
+            )
         return {client: self._hello[node][1] for client, node in found.items()}
 
     def exchange(
@@ -150,7 +177,8 @@ class Nodes:
         for node, (vectors, facts) in asked.items():
             content = wire.content(vectors, {**facts, "set": self._changes})
             message = Message(content=content, dst_node_id=node, message_type=kind, group_id=group)
-            sent |= dict.fromkeys(self._grid.push_messages([message]), node)
+            # A node that has just gone takes none: Flower then gives no name for it.
+            sent |= dict.fromkeys((name for name in self._grid.push_messages([message]) if name), node)
         waiting, end = {*sent}, time.monotonic() + timeout
         while waiting and time.monotonic() < end:
             for reply in self._grid.pull_messages([*waiting]):
@@ -175,7 +203,9 @@ class Deployment:
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
         self._offered, self._round = {}, brief.round
-        clients = {client: node for client, node in self._nodes.online().items() if client in cohort}
+        quorum = min(self._recipe.admission.quorum, len(cohort))
+        online = self._nodes.awaited(lambda found: len(found.keys() & {*cohort}) >= quorum)
+        clients = {client: node for client, node in online.items() if client in cohort}
         for client in cohort:
             if client not in clients:
                 yield Refusal(client, "absent", "its node is not connected")

@@ -48,6 +48,8 @@ class DiskShelf:
     """Files in a directory of the client's: memory/RUN/client-3/00000012.safetensors."""
 
     def __init__(self, directory: Path, run: str, client: int) -> None:
+        if not run.isalnum():  # the name comes from the server, and shall not lead elsewhere
+            raise RunError(f"the server calls its run {run!r}, which cannot be the name of a directory")
         self._folder = directory / run / f"client-{client}"
 
     def rounds(self) -> list[int]:

@@ -46,11 +46,11 @@ def read_vectors(record: RecordDict, most: int) -> Vectors:
         try:
             # Flower reads arrays with allow_pickle=False, so no object can come along.
             plain[name] = np.array(array.numpy())
-        except ValueError as error:
+        except Exception as error:  # bytes of anybody's making: NumPy raises what it meets
             raise UnfitError("shape", f"{name} cannot be unpacked ({error})") from None
     try:
         return vectors(plain)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UnfitError("dtype", f"an array is of a kind that no vector has ({error})") from None
 
 
