@@ -34,6 +34,10 @@ class TrainingError(FedflatError):
     exit_code = 5
 
 
+class AwayError(TrainingError):
+    """Clients that a measurement needs are not there; training can go on without it."""
+
+
 class RunError(FedflatError):
     """A run directory that cannot be written or read."""
 

@@ -19,7 +19,7 @@ from torch import nn
 from fedflat.checkpoint import Checkpoints
 from fedflat.client import Problem
 from fedflat.engine.engine import Engine
-from fedflat.errors import RecipeError, StoppedError, TrainingError, nearest
+from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, nearest
 from fedflat.federation.federation import Federation
 from fedflat.folder import Record, RunFolder
 from fedflat.local import Loss
@@ -31,6 +31,7 @@ from fedflat.privacy import ledger
 from fedflat.recipe import Recipe, validated
 from fedflat.server import RoundReport, conduct, draw_cohort, first_state
 from fedflat.signals import LastRound
+from fedflat.trackers import Trackers, check_trackers
 
 Callback = Callable[[Record], None]
 StartEngine = Callable[[Problem, Recipe, ServerState], Engine]
@@ -126,6 +127,7 @@ def execute(
     SIGINT or SIGTERM finishes the round, saves and raises `StoppedError`.
     """
     ledger(problem.method, recipe, problem.federation.clients)  # what it refuses, it refuses before a file is written
+    check_trackers(recipe, directory)
     if directory is None:
         state, history = first_state(problem), list[Record]()
         with closing(start(problem, recipe, state)) as engine:
@@ -157,19 +159,22 @@ def _train_in(
     found = checkpoints.newest(folder.agrees, warn)
     state = found.state(first_state(problem)) if found else first_state(problem)
     history = folder.rewind(found.manifest["metrics"] if found else {"bytes": 0})
-    with closing(start(problem, recipe, state)) as engine:
+    with closing(start(problem, recipe, state)) as engine, Trackers(recipe, folder.path, warn) as trackers:
         if found and engine.memory:
             engine.memory.restore(found.memory())
+        for record in history:
+            trackers(record)
         for now, record in rounds(problem, recipe, state, engine, history):
             state = now
             folder.append(record)
-            _tell(record, history, callbacks)
+            _tell(record, history, [*callbacks, trackers])
             last = state.round == recipe.server.rounds
             if last or signals.came or checkpoints.due(state.round):
                 checkpoints.save(state, engine.memory, folder.mark(), record.get("accuracy"))
             if signals.came and not last:
                 so_far = f"stopped after round {state.round} of {recipe.server.rounds}"
                 raise StoppedError(f"{so_far}; go on with: fedflat resume {folder.path}", signals.came)
+        trackers.conclude(summary(history, recipe))
     return state, history
 
 
@@ -230,7 +235,10 @@ def _sharpness(problem: Problem, recipe: Recipe, state: ServerState, engine: Eng
     from fedflat.flatness.hessian import top_eigenvalues
 
     hessian = FederatedHessian(engine, state, problem, sharpness_portion(recipe))
-    top = top_eigenvalues(hessian, k=1, tolerance=1e-2, seed=recipe.seed)
+    try:
+        top = top_eigenvalues(hessian, k=1, tolerance=1e-2, seed=recipe.seed)
+    except AwayError as away:
+        return {"lambda1": None, "sharpness_missing": str(away)}
     return {"lambda1": _number(float(top.values[0])), "sharpness_bytes": hessian.bytes}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedflat.client import Brief, Problem, Refusal, Worker
 from fedflat.engine.engine import chunks, one_thread
-from fedflat.errors import RecipeError, RunError, TrainingError
+from fedflat.errors import AwayError, RecipeError, RunError, TrainingError
 from fedflat.flower import wire
 from fedflat.flower.own import NOBODY, DataHook, own_problem
 from fedflat.flower.shelf import Mark
@@ -199,10 +199,9 @@ class Deployment:
         self._problem, self._recipe, self._nodes, self._journal = problem, recipe, nodes, journal
         self._worker = Worker(problem)
         self._offered: dict[int, Mark] = {}
-        self._round = 0
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
-        self._offered, self._round = {}, brief.round
+        self._offered = {}
         quorum = min(self._recipe.admission.quorum, len(cohort))
         online = self._nodes.awaited(lambda found: len(found.keys() & {*cohort}) >= quorum)
         clients = {client: node for client, node in online.items() if client in cohort}
@@ -255,7 +254,7 @@ class Deployment:
     def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         online, portion = self._nodes.online(), sharpness_portion(self._recipe)
         if missing := [client for client in clients if client not in online]:
-            raise TrainingError(f"sharpness: clients {missing} are not connected; set evaluation.sharpness = 0")
+            raise AwayError(f"sharpness: clients {missing} are not connected")
         sent = {"weights": state.weights, "vector": vector}
         if state.buffers.numel():
             sent["buffers"] = state.buffers
@@ -267,7 +266,7 @@ class Deployment:
             told[who[node]] = _answer(reply, who[node], vector)
         for client in clients:
             if client not in told:
-                raise TrainingError(f"sharpness: client {client} did not answer")
+                raise AwayError(f"sharpness: client {client} did not answer")
             yield client, told[client]
 
     def close(self) -> None: ...
@@ -275,11 +274,11 @@ class Deployment:
 
 def _answer(reply: Message, client: int, vector: Tensor) -> Tensor:
     if reply.has_error():
-        raise TrainingError(f"sharpness: client {client}: {reply.error.reason}")
+        raise AwayError(f"sharpness: client {client}: {reply.error.reason}")
     try:
         answer = wire.read_vectors(reply.content, bytes_of(vector)).get("answer")
     except wire.UnfitError as unfit:
-        raise TrainingError(f"sharpness: client {client}: {unfit.args[1]}") from None
+        raise AwayError(f"sharpness: client {client}: {unfit.args[1]}") from None
     if answer is None or answer.shape != vector.shape or answer.dtype != vector.dtype:
-        raise TrainingError(f"sharpness: client {client} answered with something else than a vector like the one asked")
+        raise AwayError(f"sharpness: client {client} answered with something else than a vector like the one asked")
     return answer
