@@ -21,6 +21,7 @@ from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool, cores
 from fedflat.errors import FedflatError, RecipeError, RunError
 from fedflat.federation.augment import Augment
+from fedflat.federation.datasets import load
 from fedflat.federation.federation import Federation, federate
 from fedflat.federation.splits import SPLITS
 from fedflat.folder import Record, read_model, read_recipe
@@ -53,7 +54,7 @@ def gather(recipe: Recipe) -> Federation:
     """The data set and split of a recipe."""
     data, split = recipe.data, recipe.split
     return federate(
-        data.name,
+        load(data.name, data.dir).limited(data.limit, _split_seed(recipe)) if data.limit else data.name,
         split.name,
         split.clients,
         seed=_split_seed(recipe),

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -42,6 +42,7 @@ class Data(Named):
     dir: str | None = Field(None, description="data directory; else $FEDFLAT_DATA, else the user's cache folder")
     mean: list[float] | None = Field(None, description="channel means of inputs in [0, 1]; else the data set's")
     std: list[float] | None = Field(None, description="channel standard deviations; else the data set's")
+    limit: int = Field(0, ge=0, description="training samples at most, drawn by the split's seed; 0 = all")
     crop: int = Field(0, ge=0, description="padding of a random crop; 0 = none")
     crop_probability: float = Field(1.0, ge=0, le=1, description="share of the samples that are cropped")
     crop_fill: Literal["black", "mean", "reflect"] = Field("black", description="what the padding holds")
@@ -108,6 +109,7 @@ class Server(Section):
     lr: float = Field(1.0, gt=0, description="factor η_g on the server's move")
 
 
+TrackerName = Literal["tensorboard", "mlflow", "wandb"]
 Measure = Literal["consistency", "divergence", "discord", "cosine", "local", "classes"]
 
 
@@ -182,6 +184,7 @@ class Recipe(Section):
     precision: Literal["float32", "float64", "bf16"] = Field(
         "float32", description="numbers of weights and samples; bf16 computes passes in bfloat16, the rest in float32"
     )
+    trackers: list[TrackerName] = Field([], description="who else is told of each round: tensorboard, mlflow, wandb")
     data: Data = Data()
     split: Split = Split()
     model: Model = Model()
@@ -193,10 +196,16 @@ class Recipe(Section):
     deployment: Deployment = Deployment()
     engine: Engine = Engine()
 
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _one_tracker(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
     def essentials(self) -> dict[str, Any]:
         """All that the numbers of a run depend on: not how many rounds, how often it is saved, or on how many cores."""
         where = {"engine": {"name", "workers", "address"}, "data": {"dir"}}
-        return self.model_dump(exclude={"checkpoint": True, "deployment": True, "server": {"rounds"}, **where})
+        aside = dict.fromkeys(("trackers", "checkpoint", "deployment"), True)
+        return self.model_dump(exclude={"server": {"rounds"}, **where, **aside})
 
     def to_toml(self) -> str:
         """The recipe with every value in force; `load` reads it back."""
@@ -217,9 +226,14 @@ def load(source: str | Path | None = None, overrides: Iterable[str] = ()) -> Rec
     0.05
     """
     table = _read(source) if source is not None else {}
-    table = _merged(_preset(table.pop("preset", "default")), table)
-    for override in overrides:
-        table = _merged(table, _override(override))
+    return stacked(table, *map(parsed_override, overrides))
+
+
+def stacked(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> Recipe:
+    """The recipe of a table, which may name a preset to lie on, with others laid over it in turn."""
+    table = _preset(base.get("preset", "default"))
+    for layer in ({name: value for name, value in base.items() if name != "preset"}, *layers):
+        table = _merged(table, layer)
     return validated(table)
 
 
@@ -227,7 +241,7 @@ def overridden(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
     """A recipe that is complete, with `section.field=value` on top."""
     table = recipe.model_dump(exclude_none=True)
     for override in overrides:
-        table = _merged(table, _override(override))
+        table = _merged(table, parsed_override(override))
     return validated(table)
 
 
@@ -262,6 +276,8 @@ def _read(source: str | Path) -> dict[str, Any]:
 
 
 def _preset(name: Any) -> dict[str, Any]:
+    if name == "none":  # for a recipe that is complete: what it leaves open stays open
+        return {}
     if name not in PRESETS:
         raise RecipeError(f"preset = {name!r}: there is none of that name; {nearest(str(name), PRESETS)}")
     return tomllib.loads((resources.files("fedflat") / "presets" / f"{name}.toml").read_text("utf-8"))
@@ -287,7 +303,8 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _override(text: str) -> dict[str, Any]:
+def parsed_override(text: str) -> dict[str, Any]:
+    """`section.field=value` as a table."""
     path, equals, value = text.partition("=")
     if not equals:
         raise RecipeError(f"--set {text}: write it as section.field=value, for example local.lr=0.05")
@@ -295,14 +312,24 @@ def _override(text: str) -> dict[str, Any]:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value.strip()
-    for name in reversed(path.strip().split(".")):
-        parsed = {name: parsed}
-    return dict(parsed)
+    return nested(path.strip(), parsed)
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """A value under a dotted path.
+
+    >>> nested("split.alpha", 0.1)
+    {'split': {'alpha': 0.1}}
+    """
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return dict(value)
 
 
 def _sentence(error: ErrorDetails) -> str:
-    """What is wrong with which field. The path is cut at two steps: below a field only its type's branches follow."""
-    section, *inside = [str(step) for step in error["loc"]][:2]
+    """What is wrong with which field. The path is cut there: below a field only its type's branches follow."""
+    steps = [str(step) for step in error["loc"]]
+    section, *inside = steps[: 2 if steps[0] in SECTIONS else 1]
     known = _fields(section) if inside else Recipe.model_fields
     path, name = ".".join([section, *inside]), (inside or [section])[0]
     if error["type"] == "extra_forbidden":

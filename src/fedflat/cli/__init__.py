@@ -7,11 +7,24 @@ import sys
 
 import typer
 
-from fedflat.cli import data, flatness, flower, methods, personalize, run, watch
+from fedflat.cli import data, export, flatness, flower, methods, personalize, report, run, sweep, watch
 from fedflat.cli.app import app, complain
 from fedflat.errors import FedflatError
 
-__all__ = ["app", "data", "flatness", "flower", "main", "methods", "personalize", "run", "watch"]
+__all__ = [
+    "app",
+    "data",
+    "export",
+    "flatness",
+    "flower",
+    "main",
+    "methods",
+    "personalize",
+    "report",
+    "run",
+    "sweep",
+    "watch",
+]
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ def init(
     insecure: Annotated[bool, typer.Option("--insecure", help="no encryption, no authentication of nodes")] = False,
 ) -> None:
     """Write a ready Flower app: recipe, data hook, and the commands that run it."""
+    _need_flower()
     from fedflat.flower.app import write_app
     from fedflat.methods import parse
     from fedflat.recipe import load
@@ -41,15 +42,20 @@ def keys(
     days: Annotated[int, typer.Option(help="how long the certificates are valid", min=1)] = 365,
 ) -> None:
     """Make the certificates and keys of a deployment, in DIRECTORY/keys."""
+    _need_flower()
+    from fedflat.flower.keys import write_keys
     from fedflat.recipe import load
 
-    try:
-        from fedflat.flower.keys import write_keys
-    except ImportError:
-        raise RecipeError("keys are made by the library of Flower: pip install 'fedflat[flower]'") from None
     recipes = [*directory.glob("*/recipe.toml")]
     if not clients and not recipes:
         raise RecipeError(f"{directory}: no app is here (no recipe.toml); give its folder, or say --clients")
     count = clients or load(recipes[0]).split.clients
     written = write_keys(directory / "keys", [*host, "127.0.0.1", "localhost"], count, days)
     out.print(f"{directory}/keys: {len(written)} files; keep ca.key offline", markup=False)
+
+
+def _need_flower() -> None:
+    try:
+        import flwr  # noqa: F401
+    except ImportError:
+        raise RecipeError("a deployment needs Flower: pip install 'fedflat[flower]'") from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedflat.cli.app import JsonOption, RecipeArgument, SetOption, Spread, app, complain, err, out
-from fedflat.errors import RecipeError
+from fedflat.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
     from fedflat.recipe import Recipe
@@ -74,6 +74,8 @@ def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool) -> None:
 
     results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
     for folder, each in folders.items():
+        if (folder / "deployment.json").exists():
+            raise RunError(f"{folder}: its clients are elsewhere; go on with this deployment by `flwr run`")
         problem, full = prepare(each)
         if not as_json and not resume and not results:
             out.print(full.to_toml(), markup=False, highlight=False)

@@ -20,6 +20,7 @@ from torch import Tensor
 from fedflat.errors import DataError, RecipeError, nearest
 from fedflat.federation import formats
 from fedflat.federation.formats import Labelled, Split
+from fedflat.randomness import generator
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ class Dataset:
     def shape(self) -> tuple[int, ...]:
         """The shape of one input."""
         return tuple(self.train.inputs.shape[1:])
+
+    def limited(self, size: int, seed: int) -> "Dataset":
+        """With at most so many training samples, drawn by the seed; the test part is whole."""
+        drawn = torch.randperm(len(self.train), generator=generator(seed, "limit"))[:size].sort().values
+        groups = None if self.train.groups is None else self.train.groups[drawn]
+        return replace(self, train=Samples(self.train.inputs[drawn], self.train.labels[drawn], groups))
 
 
 Source = Callable[[Path | None], Dataset]

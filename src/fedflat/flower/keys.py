@@ -7,6 +7,7 @@ client trusts: keep it offline once the deployment runs.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedflat.errors import RunError
+from fedflat.errors import RecipeError, RunError
 from fedflat.folder import written_to
 
 PEM, NONE = serialization.Encoding.PEM, serialization.NoEncryption()
@@ -26,11 +27,12 @@ def write_keys(folder: Path, hosts: Sequence[str], clients: int, days: int = 365
     """ca.pem, ca.key, server.pem, server.key, and client-i with client-i.pub for each client."""
     if folder.exists() and any(folder.iterdir()):
         raise RunError(f"{folder}: there are keys already; move them away first, as old nodes know only these")
+    names = [_host(host) for host in hosts]
     with written_to(folder, "choose another directory"):
         folder.mkdir(parents=True, exist_ok=True)
         authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
         root = _certificate("fedflat deployment", authority, None, authority, (), days)
-        own = _certificate(hosts[0], server, root, authority, hosts, days)
+        own = _certificate(hosts[0], server, root, authority, names, days)
         written = [_private(folder / "ca.key", authority), _public(folder / "ca.pem", root.public_bytes(PEM))]
         written += [_private(folder / "server.key", server), _public(folder / "server.pem", own.public_bytes(PEM))]
         for client in range(clients):
@@ -46,7 +48,7 @@ def _certificate(
     key: ec.EllipticCurvePrivateKey,
     issuer: x509.Certificate | None,
     signer: ec.EllipticCurvePrivateKey,
-    hosts: Sequence[str],
+    names: Sequence[x509.GeneralName],
     days: int,
 ) -> x509.Certificate:
     """The authority's own certificate (no issuer), or one of a server that answers under these names."""
@@ -67,9 +69,9 @@ def _certificate(
     if root:
         builder = builder.add_extension(_usage(), critical=True)
     else:
-        names = x509.SubjectAlternativeName([_host(host) for host in hosts])
         serves = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-        builder = builder.add_extension(names, critical=False).add_extension(serves, critical=False)
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        builder = builder.add_extension(serves, critical=False)
     return builder.sign(signer, hashes.SHA256())
 
 
@@ -83,6 +85,8 @@ def _host(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9*.-]+", name):
+            raise RecipeError(f"host {name!r}: give a name or an address alone, without port or scheme") from None
         return x509.DNSName(name)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import secrets
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +31,7 @@ from fedflat.parts import ServerState, Upload, Uploads
 from fedflat.prepare import in_full, sharpness_portion
 from fedflat.recipe import Checkpoint, Recipe, load, overridden
 from fedflat.run import execute
+from fedflat.signals import CAUGHT
 
 POLL = 0.2  # seconds between two looks for replies; Flower's own loop naps for three
 HELLO = 120.0  # seconds that a new node may take to say which client it is
@@ -69,7 +72,12 @@ def serve(grid: Grid, recipe: Recipe, out: Path, data: DataHook | None = None, c
         journal.begin(connected)
     problem = own_problem(recipe, NOBODY, sum(journal.sizes.values()), data, journal.sizes)
 
+    before = {number: signal.getsignal(number) for number in CAUGHT}
+
     def start(problem: Problem, recipe: Recipe, _: ServerState) -> Deployment:
+        # A round without its SuperLink would never finish: a ServerApp that is told to end does so at once.
+        for number in CAUGHT if threading.current_thread() is threading.main_thread() else ():
+            signal.signal(number, before[number])
         return Deployment(problem, recipe, nodes, journal)
 
     execute(problem, in_full(recipe, problem), out, resume=True, warn=print, start=start)

@@ -44,12 +44,7 @@ def build(name: str, shape: Shape, classes: int, generator: torch.Generator | No
     >>> build("mlp", shape=(1, 28, 28), classes=10, hidden=(200,))(torch.zeros(5, 1, 28, 28)).shape
     torch.Size([5, 10])
     """
-    if {"shape", "classes"} & options.keys():
-        raise RecipeError(f"model {name}: shape and classes follow from the data and cannot be set")
-    if classes < 1:
-        raise RecipeError(f"model: it needs at least one class, not classes = {classes}.")
-    builder = MODELS[name] if name in MODELS else _imported(name)
-    arguments = _arguments(name, builder, {"shape": tuple(shape), "classes": classes}, options)
+    builder, arguments = construction(name, shape, classes, options)
     seed = torch.randint(2**62, (), generator=generator or torch.Generator().manual_seed(0))
     # PyTorch's initialisers draw from the global generator: lend them one that starts at our seed.
     with torch.random.fork_rng(devices=[]):
@@ -63,6 +58,16 @@ def build(name: str, shape: Shape, classes: int, generator: torch.Generator | No
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model {name} must return a torch.nn.Module, not {type(model).__name__}.")
     return model
+
+
+def construction(name: str, shape: Shape, classes: int, options: dict[str, Any]) -> tuple[Builder, dict[str, Any]]:
+    """The class or function that makes the network, and what to call it with."""
+    if {"shape", "classes"} & options.keys():
+        raise RecipeError(f"model {name}: shape and classes follow from the data and cannot be set")
+    if classes < 1:
+        raise RecipeError(f"model: it needs at least one class, not classes = {classes}.")
+    builder = MODELS[name] if name in MODELS else _imported(name)
+    return builder, _arguments(name, builder, {"shape": tuple(shape), "classes": classes}, options)
 
 
 def _imported(name: str) -> Builder:

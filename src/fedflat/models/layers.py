@@ -91,7 +91,7 @@ class ClassToken(nn.Module):
         self.position = nn.Parameter(torch.randn(1, patches + 1, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat((self.token.expand(len(x), -1, -1), x), dim=1) + self.position
+        return torch.cat((self.token.expand(x.shape[0], -1, -1), x), dim=1) + self.position
 
 
 class LocalAttention(nn.Module):

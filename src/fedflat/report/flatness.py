@@ -13,10 +13,10 @@ from fedflat.flatness import Duality, Landscape
 
 def flatness_table(rows: Sequence[Mapping[str, Any]], measured: str) -> Table:
     """Each run's spectrum and trace, and unless the products were the clients', its sharpness and norms."""
-    return _side_by_side(measured, {f"{row['run']}\n{bare(row['method'])}": _cells(row) for row in rows})
+    return _side_by_side(measured, {f"{row['run']}\n{bare(row['method'])}": flatness_cells(row) for row in rows})
 
 
-def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
     """What one run's column shows, by the names of the rows."""
     spectrum = row["spectrum"]
     values, residual = spectrum["eigenvalues"], max(spectrum["residuals"])
@@ -73,21 +73,22 @@ def landscape_table(found: Mapping[str, Landscape], measured: str, span: float) 
 
 def duality_table(results: Mapping[str, Duality], measured: str) -> Table:
     """Each run's and layer's gap, and what the directions of the basis make of it."""
-    columns = {
-        name: {
-            "pairs": str(each.pairs),
-            "gap of test and training loss": f"{each.gap:.4g}",
-            "gap of the pairs": f"{each.paired_gap:.4g}",
-            "… in the basis": f"{each.paired_gap - each.remainder:.4g}",
-            "… beyond it": f"{each.remainder:.2g}",
-            "directions of the basis": str(len(each.contribution)),
-            "directions that carry it": f"{each.participation:.1f}",
-            "Σ σ_w σ_g": f"{each.spread:.4g}",
-            "‖W‖": f"{each.weight_norm:.4g}",
-        }
-        for name, each in results.items()
+    return _side_by_side(measured, {name: duality_cells(each) for name, each in results.items()})
+
+
+def duality_cells(each: Duality) -> dict[str, str]:
+    """What one layer's column shows, by the names of the rows."""
+    return {
+        "pairs": str(each.pairs),
+        "gap of test and training loss": f"{each.gap:.4g}",
+        "gap of the pairs": f"{each.paired_gap:.4g}",
+        "… in the basis": f"{each.paired_gap - each.remainder:.4g}",
+        "… beyond it": f"{each.remainder:.2g}",
+        "directions of the basis": str(len(each.contribution)),
+        "directions that carry it": f"{each.participation:.1f}",
+        "Σ σ_w σ_g": f"{each.spread:.4g}",
+        "‖W‖": f"{each.weight_norm:.4g}",
     }
-    return _side_by_side(measured, columns)
 
 
 def bare(method: str) -> str:

@@ -1,0 +1,25 @@
+"""Hand a trained model on: export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedflat.cli.app import app, err, out
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="directory of a finished run, or the manifest of one of its checkpoints")],
+    directory: Annotated[Path | None, typer.Option("-o", "--out", help="where to; default RUN/export")] = None,
+    onnx: Annotated[bool, typer.Option(help="an ONNX file too, with the normalisation inside")] = True,
+) -> None:
+    """Write a run's model for use elsewhere: safetensors, ONNX, the network's code, a model card."""
+    from fedflat.export import export as write
+
+    with err.status(f"{run}: exporting"):
+        files = write(run, directory, onnx)
+    for path, size in files.items():
+        out.print(f"{path}  {size:,} bytes", markup=False, highlight=False, soft_wrap=True)

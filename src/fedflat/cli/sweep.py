@@ -1,0 +1,197 @@
+"""Many runs, and the papers' tables: sweep, table."""
+
+from __future__ import annotations
+
+import json
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedflat.cli.app import JsonOption, SetOption, Spread, app, complain, err, out
+from fedflat.errors import RecipeError, TrainingError
+
+if TYPE_CHECKING:
+    from fedflat.sweep import Jobs, Point, Sweep
+
+
+class Form(StrEnum):
+    """How a table is written."""
+
+    terminal = "terminal"
+    markdown = "markdown"
+    latex = "latex"
+    html = "html"
+
+
+@app.command(cls=Spread)
+def sweep(
+    file: Annotated[str | None, typer.Argument(help="sweep file (TOML), or the name of one that comes along")] = None,
+    jobs: Annotated[int, typer.Option(help="runs at a time; 0 = by cores and memory", min=0)] = 0,
+    scale: Annotated[str | None, typer.Option(help="a smaller form that the file has: laptop, tiny")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="part of the grid: --only method=fedavg --only seed=0")] = None,
+    set_: SetOption = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="directory; default sweeps/NAME[-SCALE]")] = None,
+    dry: Annotated[bool, typer.Option("--dry", help="only say which runs there are, and which are done")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a grid of recipes side by side, skip what is done, and write one table of it all.
+
+    The same command goes on with a sweep that was stopped. Without FILE, lists the sweeps that come along.
+    """
+    from fedflat.sweep import collect, load_sweep, shipped, write_results
+
+    if file is None:
+        print("\n".join(shipped()))
+        return
+    whole = load_sweep(file, scale, set_ or [])
+    plan = whole.only(only) if only else whole
+    _refuse_unknown_methods(plan)
+    folder = out_dir or Path("sweeps") / (plan.name if scale is None else f"{plan.name}-{scale}")
+    if dry:
+        _list(plan, folder, as_json)
+        return
+    try:
+        failed = _train(plan, folder, jobs)
+    finally:
+        write_results(folder, collect(folder, whole))
+    _show(plan, folder, as_json)
+    if failed:
+        logs = ", ".join(str(folder / slug / "log.txt") for slug in failed)
+        raise TrainingError(f"{len(failed)} of {len(plan.points)} runs failed; see {logs}")
+
+
+def _refuse_unknown_methods(plan: Sweep) -> None:
+    from fedflat.methods import parse
+
+    for method in {json.dumps(point.recipe.method): point.recipe.method for point in plan.points}.values():
+        parse(method)
+
+
+def _list(plan: Sweep, folder: Path, as_json: bool) -> None:
+    from fedflat.sweep.results import finished
+
+    states = {point.slug: "done" if finished(folder / point.slug, point) else "to do" for point in plan.points}
+    if as_json:
+        print(json.dumps(states, indent=2))
+        return
+    for slug, state in states.items():
+        print(f"{state:5}  {slug}")
+
+
+def _train(plan: Sweep, folder: Path, jobs: int) -> dict[str, str]:
+    """All that is left to do; the failed runs' sentences."""
+    from fedflat.engine.pool import cores
+    from fedflat.sweep import Jobs, jobs_for
+    from fedflat.sweep.jobs import free_memory
+
+    jobs = jobs or jobs_for(cores(), len(plan.points), free_memory())
+    work = Jobs(plan, folder, jobs, max(1, cores() // jobs))
+    with SweepProgress(work) as progress:
+        work.run(progress.look, progress.ended)
+    return work.failed
+
+
+def _show(plan: Sweep, folder: Path, as_json: bool) -> None:
+    from fedflat.report.tables import summary_table
+    from fedflat.sweep import collect, summarised
+
+    rows = summarised(collect(folder, plan))
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    if rows:
+        out.print(summary_table(rows, f"{plan.name}, scale {plan.scale}: mean ± deviation over seeds"))
+    out.print(f"written to {folder}: results.csv, results.jsonl, summary.csv", markup=False, highlight=False)
+
+
+class SweepProgress:
+    """The whole sweep as one bar and each run that is going on as another; lines where there is no terminal."""
+
+    def __init__(self, work: Jobs) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(),
+                   TextColumn("{task.fields[found]}"), TimeRemainingColumn(compact=True))  # fmt: skip
+        self._work = work
+        self._bars = Progress(*columns, console=err, refresh_per_second=4, disable=not err.is_terminal)
+        self._total = sum(point.recipe.server.rounds for point in work.sweep.points)
+        self._whole = self._bars.add_task("rounds of all runs", total=self._total, found="")
+        self._tasks: dict[str, Any] = {}
+        self._looked = 0.0
+
+    def __enter__(self) -> SweepProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def look(self) -> None:
+        """Read how far the runs have come, once a second."""
+        from fedflat.sweep.results import last_record
+
+        if self._bars.disable or time.monotonic() - self._looked < 1:
+            return
+        self._looked = time.monotonic()
+        going = {job.point.slug: job for job in self._work.running}
+        for slug in self._tasks.keys() - going.keys():
+            self._bars.remove_task(self._tasks.pop(slug))
+        rounds = sum(point.recipe.server.rounds for point in self._work.done)
+        for slug, job in going.items():
+            if slug not in self._tasks:
+                self._tasks[slug] = self._bars.add_task(f"  {slug}", total=job.point.recipe.server.rounds, found="")
+            record = last_record(job.folder)
+            accuracy = record.get("accuracy")
+            found = "" if accuracy is None else f"accuracy {accuracy:.4f}"
+            self._bars.update(self._tasks[slug], completed=record.get("round", 0), found=found)
+            rounds += record.get("round", 0)
+        self._bars.update(self._whole, completed=rounds, found=self._count())
+
+    def _count(self) -> str:
+        failed = f", {len(self._work.failed)} failed" if self._work.failed else ""
+        return f"{len(self._work.done)}/{len(self._work.sweep.points)} runs{failed}"
+
+    def ended(self, point: Point, complaint: str | None) -> None:
+        """Say that a run is done, or why it failed."""
+        if complaint:
+            complain(f"{point.slug}: {complaint}")
+        elif self._bars.disable:
+            err.print(f"{self._count()}: {point.slug} is done", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def table(
+    name: Annotated[str | None, typer.Argument(help="a paper's table, as in fedsol-table1")] = None,
+    results: Annotated[list[Path] | None, typer.Argument(help="directories of sweeps, or their results.jsonl")] = None,
+    form: Annotated[Form, typer.Option("--format", help="how it is written")] = Form.terminal,
+    file: Annotated[Path | None, typer.Option("-o", "--out", help="write it to this file")] = None,
+) -> None:
+    """Our numbers beside the published ones, with the difference and what differs in the settings.
+
+    Without NAME, lists the tables. Without RESULTS, shows what was published.
+    """
+    from fedflat.report.sheets import FORMS, terminal
+    from fedflat.report.tables import compared, published, published_names
+    from fedflat.sweep.results import read_rows
+
+    if name is None:
+        print("\n".join(published_names()))
+        return
+    rows = [row for source in results or [] for row in read_rows(source)]
+    sheet = compared(published(name), rows)
+    if file is None and form is Form.terminal:
+        print(terminal(sheet, out.width, out.is_terminal), end="")
+        return
+    text = FORMS[form.value](sheet)
+    if file is None:
+        print(text, end="")
+        return
+    from fedflat.folder import write_whole, written_to
+
+    if not file.parent.is_dir():
+        raise RecipeError(f"--out {file}: there is no directory {file.parent}; make it, or choose another")
+    with written_to(file, "choose another --out"):
+        write_whole(file, text.encode())

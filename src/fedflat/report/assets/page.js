@@ -1,0 +1,117 @@
+"use strict";
+const figures = JSON.parse(document.getElementById("figures").textContent);
+const canvases = [...document.querySelectorAll(".canvas")];
+const touch = matchMedia("(pointer: coarse)").matches;
+const root = document.documentElement;
+
+// A finger on a surface would turn it where it wants to scroll, and without WebGL there is none: begin with maps.
+let form = touch || !document.createElement("canvas").getContext("webgl") ? "map" : "surface";
+
+function colours() {
+  const look = getComputedStyle(root);
+  const [ink, grid, card] = ["--ink", "--grid", "--card"].map((name) => look.getPropertyValue(name).trim());
+  return { ink, grid, card };
+}
+
+/** A figure's layout in the colours of the theme. */
+function themed(layout) {
+  const { ink, grid, card } = colours();
+  const clear = "rgba(0,0,0,0)";
+  const axis = (own) => ({ gridcolor: grid, zerolinecolor: grid, linecolor: grid, ...own });
+  const result = {
+    ...layout, autosize: true, uirevision: "kept", paper_bgcolor: clear, plot_bgcolor: clear,
+    font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: ink },
+    hoverlabel: { bgcolor: card, bordercolor: grid, font: { color: ink } },
+    dragmode: touch ? false : "zoom",
+  };
+  if (layout.xaxis) Object.assign(result, { xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis) });
+  if (layout.shapes) result.shapes = layout.shapes.map((shape) => ({ ...shape, line: { ...shape.line, color: ink, width: 1 } }));
+  if (layout.scene) {
+    const wall = { gridcolor: grid, zerolinecolor: grid, color: ink, backgroundcolor: clear, showbackground: false };
+    const { xaxis, yaxis, zaxis } = layout.scene;
+    result.scene = { ...layout.scene, dragmode: "turntable", xaxis: { ...wall, ...xaxis }, yaxis: { ...wall, ...yaxis }, zaxis: { ...wall, ...zaxis } };
+  }
+  return result;
+}
+
+/** What to draw now: of a landscape the form that was chosen, and of every figure the lines that are switched on. */
+function shown(figure) {
+  const chosen = figure.forms ? figure.forms[form] : {};
+  const data = figure.data.map((trace) => ({ ...trace, ...chosen.trace, visible: trace.meta === undefined || on(trace.meta) }));
+  return [data, themed(chosen.layout ?? figure.layout), { responsive: true, displayModeBar: false }];
+}
+
+const boxes = [...document.querySelectorAll("[data-switch]")];
+const on = (place) => boxes[place].checked;
+const draw = (canvas) => Plotly.react(canvas, ...shown(figures[canvas.dataset.figure]));
+const visible = (canvas) => !canvas.closest("[hidden]");
+const say = (text) => { document.getElementById("said").textContent = text; };
+
+boxes.forEach((box, place) => box.addEventListener("change", () => {
+  document.querySelectorAll(`[data-line="${place}"]`).forEach((part) => { part.hidden = !box.checked; });
+  canvases.filter(visible).forEach(draw);
+}));
+
+const theme = document.getElementById("theme");
+const system = matchMedia("(prefers-color-scheme: dark)");
+function paint(dark) {
+  root.dataset.theme = dark ? "dark" : "light";
+  theme.setAttribute("aria-pressed", String(dark));
+}
+theme.addEventListener("click", () => { paint(root.dataset.theme !== "dark"); canvases.filter(visible).forEach(draw); });
+system.addEventListener("change", () => { paint(system.matches); canvases.filter(visible).forEach(draw); });
+paint(system.matches);
+
+const surfaces = canvases.filter((canvas) => figures[canvas.dataset.figure].forms);
+const formButton = document.getElementById("form");
+formButton?.addEventListener("click", () => {
+  form = form === "map" ? "surface" : "map";
+  formButton.setAttribute("aria-pressed", String(form === "map"));
+  surfaces.forEach((canvas) => Plotly.purge(canvas));
+  surfaces.filter(visible).forEach(begin);
+});
+formButton?.setAttribute("aria-pressed", String(form === "map"));
+
+/** All surfaces look from the same side. */
+let turning = false;
+function turn(camera, from) {
+  if (turning) return;
+  turning = true;
+  const others = surfaces.filter((canvas) => canvas !== from && visible(canvas));
+  Promise.all(others.map((canvas) => Plotly.relayout(canvas, { "scene.camera": camera }))).finally(() => { turning = false; });
+}
+
+function begin(canvas) {
+  return draw(canvas).then(() => {
+    if (figures[canvas.dataset.figure].forms && form === "surface") {
+      canvas.on("plotly_relayout", (change) => { if (change["scene.camera"]) turn(change["scene.camera"], canvas); });
+    }
+  });
+}
+
+const STEP = Math.PI / 12;
+const KEYS = { ArrowLeft: [-STEP, 0], ArrowRight: [STEP, 0], ArrowUp: [0, STEP], ArrowDown: [0, -STEP] };
+surfaces.forEach((canvas) => canvas.addEventListener("keydown", (event) => {
+  if (form !== "surface" || !(event.key in KEYS)) return;
+  event.preventDefault();
+  const [around, up] = KEYS[event.key];
+  const camera = canvas.layout.scene.camera;
+  const { x, y, z } = camera.eye;
+  const far = Math.hypot(x, y, z);
+  const height = Math.min(1.5, Math.max(-1.5, Math.asin(z / far) + up));
+  const side = Math.atan2(y, x) + around;
+  const eye = { x: far * Math.cos(height) * Math.cos(side), y: far * Math.cos(height) * Math.sin(side), z: far * Math.sin(height) };
+  Plotly.relayout(canvas, { "scene.camera": { ...camera, eye } });
+}));
+
+document.querySelectorAll(".copy").forEach((button) => button.addEventListener("click", () => {
+  const text = button.nextElementSibling;
+  getSelection().selectAllChildren(text);
+  (navigator.clipboard?.writeText(text.textContent) ?? Promise.reject()).catch(() => document.execCommand("copy")).then(() => say("copied"));
+}));
+
+// Fixed heights keep the page still while the plots come one after the other.
+(async () => {
+  for (const canvas of canvases) await begin(canvas);
+  root.dataset.drawn = "true";
+})();

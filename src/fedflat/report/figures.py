@@ -1,0 +1,240 @@
+"""The report's pictures as Plotly's JSON: data and layout without the theme's colours, which the page adds.
+
+A trace's `meta` is the place of its line, so that the page can hide and show it.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedflat.flatness import Duality, Landscape, LayerFlatness
+from fedflat.report.dual import binned
+from fedflat.report.lines import Band, Line, thinned
+
+Figure = dict[str, Any]
+Places = Mapping[int, Any]
+
+# The palette of Okabe and Ito, which stays apart for colour-blind eyes: its yellow is faint on white, and a grey that
+# both themes show takes the place of black. Neighbours differ in the dashes too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+SCALE = "Cividis"
+DECADES = 1.5  # a loss that spans more of them is drawn by its logarithm
+MOST_CLIENTS = 300
+MOST_CELLS = 60_000  # of all heat maps of classes together
+WIDEST = 51  # points of a landscape along a direction
+
+
+def style(place: int) -> dict[str, Any]:
+    return {"color": COLOURS[place % len(COLOURS)], "dash": DASHES[place % len(DASHES)], "width": 2}
+
+
+def bands(named: Sequence[tuple[int, str, Band]], axis: str, most: int, **options: Any) -> Figure:
+    """A line over the rounds for each band, with the range of its seeds behind it."""
+    traces = []
+    for place, name, band in named:
+        kept = thinned(len(band.rounds), most)
+        rounds = [band.rounds[k] for k in kept]
+        if band.low != band.high:
+            traces.append(_range(place, rounds, [band.low[k] for k in kept], [band.high[k] for k in kept]))
+        traces.append(_line(place, name, rounds, [band.mean[k] for k in kept]))
+    return _figure(traces, "round", axis, **options)
+
+
+def _line(place: int, name: str, x: ArrayLike, y: ArrayLike, **options: Any) -> Figure:
+    mode = "lines" if np.size(x) > 1 else "markers"
+    marker = {"color": style(place)["color"]}
+    described = {"type": "scatter", "mode": mode, "name": plain(name), "meta": place, "line": style(place)}
+    return {**described, "marker": marker, "x": short(x), "y": short(y), **options}
+
+
+def _range(place: int, x: list[int], low: list[float], high: list[float]) -> Figure:
+    colour = style(place)["color"]
+    around = {"x": [*x, *reversed(x)], "y": short([*high, *reversed(low)])}
+    look = {"fill": "toself", "fillcolor": f"{colour}2e", "line": {"width": 0, "color": colour}, "mode": "lines"}
+    return {"type": "scatter", "meta": place, **around, **look, "hoverinfo": "skip", "showlegend": False}
+
+
+def traffic(lines: Sequence[Line], most: int) -> Figure | None:
+    """Accuracy against what was sent to get there."""
+    traces = []
+    for place, line in enumerate(lines):
+        if band := line.band("accuracy"):
+            sent, kept = line.megabytes(), thinned(len(band.rounds), most)
+            x, y = [sent[band.rounds[k]] for k in kept], [band.mean[k] for k in kept]
+            traces.append(_line(place, line.name, x, y))
+    return _figure(traces, "MB sent, both ways", "accuracy") if traces else None
+
+
+def split(counts: Sequence[Sequence[int]]) -> Figure:
+    """Clients × classes, darker to lighter by the number of samples; no cell where a client has none."""
+    shown = np.asarray(counts)[:MOST_CLIENTS].T
+    cells = [[int(count) or None for count in row] for row in shown]
+    gap = 1 if shown.shape[1] <= 60 and shown.shape[0] <= 30 else 0
+    told = "client %{x}, class %{y}: %{z} samples<extra></extra>"
+    return _heat(cells, [*range(shown.shape[1])], "client", told, colorbar=_bar("samples"), xgap=gap, ygap=gap, zmin=0)
+
+
+def classes(line: Line, most: int) -> Figure | None:
+    """Accuracy of every class over the rounds, on average over the seeds that have the round."""
+    curves = [curve for run in line.runs if (curve := run.curve("class_accuracy"))]
+    rounds = sorted(set.intersection(*map(set, curves))) if curves else []
+    if not rounds:
+        return None
+    rounds = [rounds[k] for k in thinned(len(rounds), max(2, most // len(curves[0][rounds[0]])))]
+    cube = np.array([[curve[round] for round in rounds] for curve in curves], dtype=float)  # a class of no samples: nan
+    told = "round %{x}, class %{y}: %{z}<extra></extra>"
+    cells = [short(row, 3) for row in cube.mean(axis=0).T]
+    return _heat(cells, rounds, "round", told, colorbar=_bar("accuracy"), zmin=0, zmax=1)
+
+
+def _heat(cells: list[list[Any]], x: list[int], axis: str, told: str, **options: Any) -> Figure:
+    trace = {"type": "heatmap", "z": cells, "x": x, "colorscale": SCALE, "hovertemplate": told, **options}
+    ticks = {"dtick": 1} if len(cells) <= 12 else {}
+    return _figure([trace], axis, "class", hovermode="closest", yaxis=ticks, xaxis={"showgrid": False})
+
+
+def layers(found: Mapping[str, tuple[int, Sequence[LayerFlatness]]], quantity: str, axis: str) -> Figure:
+    """One number of every layer, for each line: `activity` (mean a² that enters) or `curvature` (λ₁ of the block)."""
+    traces = []
+    for name, (place, each) in found.items():
+        values = [x.activity.mean_square if quantity == "activity" else x.eigenvalues[0] for x in each]
+        positive = [value if value > 0 else math.nan for value in values]
+        points = {"mode": "lines+markers", "x": [plain(x.name or "the model") for x in each]}
+        traces.append(_line(place, name, [], positive) | points)
+    return _figure(traces, "", axis, yaxis=log(_heights(traces)), xaxis={"type": "category"})
+
+
+def duality(found: Mapping[str, tuple[int, Duality]]) -> dict[str, Figure]:
+    """Along the directions of falling curvature: the gap so far, the size σ_w and the sharpness σ_g of the minimum."""
+    gap, size, sharpness = list[Figure](), list[Figure](), list[Figure]()
+    for name, (place, each) in found.items():
+        carried = np.cumsum(each.contribution)
+        n = np.unique(np.geomspace(1, len(carried), 120).round().astype(int))
+        gap.append(_line(place, name, n, carried[n - 1]))
+        for traces, values in ((size, each.sigma_w), (sharpness, each.sigma_g)):
+            at, means = binned(values)
+            traces.append(_line(place, name, at, np.where(means > 0, means, np.nan)))
+    axis, along = (
+        "direction n, by falling curvature",
+        log([1, max(len(each.contribution) for _, each in found.values())]),
+    )
+    return {
+        "Gap of the pairs, up to direction n": _figure(gap, axis, "Σ ℓ", xaxis=along),
+        "Size of the solution": _figure(size, axis, "σ_w", xaxis=along, yaxis=log(_heights(size))),
+        "Sharpness": _figure(sharpness, axis, "σ_g", xaxis=along, yaxis=log(_heights(sharpness))),
+    }
+
+
+def crossing(found: Mapping[str, tuple[int, Landscape]]) -> Figure:
+    """Landscapes along one direction, as curves."""
+    traces = [_line(place, name, each.axes[0], each.values) for name, (place, each) in found.items()]
+    scale = log(_heights(traces)) if _decades([each for _, each in found.values()]) else {}
+    return _figure(traces, "step α along the direction", "loss", yaxis=scale)
+
+
+def surfaces(found: Sequence[Landscape]) -> list[Figure]:
+    """Landscapes over planes on one scale, each as a surface and as a map (`forms`) of the same `data`."""
+    if not found:
+        return []
+    logarithmic = _decades(found)
+    heights = [np.log10(each.values) if logarithmic else each.values for each in found]
+    finite = np.concatenate([height[np.isfinite(height)] for height in heights])
+    low, high = float(finite.min()), float(finite.max())
+    low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
+    ticks = _powers(low, high) if logarithmic else {}
+    reach = float(max(np.abs(each.axes).max() for each in found))
+    return [_plane(each, height, (low, high), reach, ticks) for each, height in zip(found, heights, strict=True)]
+
+
+def _plane(each: Landscape, height: Any, ends: tuple[float, float], reach: float, ticks: Figure) -> Figure:
+    kept = thinned(each.axes.shape[1], WIDEST)
+    x, y = (short(axis[kept]) for axis in each.axes)
+    rows = [short(row) for row in height[np.ix_(kept, kept)].T]  # Plotly wants the vertical axis first
+    losses = [[f"{loss:.4g}" for loss in row] for row in each.values[np.ix_(kept, kept)].T]
+    (low, high), told = ends, "α %{x}, β %{y}: loss %{text}<extra></extra>"
+    side = {"range": [-reach, reach], "zeroline": False}
+    levels = {"start": low, "end": high, "size": (high - low) / 20, "coloring": "heatmap"}
+    scene = {
+        "xaxis": {**side, "title": {"text": "α"}},
+        "yaxis": {**side, "title": {"text": "β"}},
+        "zaxis": {"range": [low, high], "title": {"text": ""}, **ticks},
+        "camera": {"eye": {"x": 1.5, "y": -1.65, "z": 0.85}, "center": {"x": 0, "y": 0, "z": -0.15}},
+        "aspectratio": {"x": 1, "y": 1, "z": 0.8},
+    }
+    flat = _figure([], "α", "β", xaxis=side, yaxis=side, hovermode="closest")["layout"]
+    bar = {**_bar("loss"), **ticks}
+    return {
+        "data": [{"x": x, "y": y, "z": rows, "text": losses, "colorscale": SCALE, "hovertemplate": told}],
+        "layout": {"margin": {"l": 0, "r": 0, "t": 0, "b": 0}, "scene": scene},
+        "forms": {
+            "surface": {"trace": {"type": "surface", "cmin": low, "cmax": high, "showscale": False}},
+            "map": {
+                "trace": {"type": "contour", "zmin": low, "zmax": high, "contours": levels, "colorbar": bar},
+                "layout": flat,
+            },
+        },
+    }
+
+
+def _decades(found: Sequence[Landscape]) -> bool:
+    """Whether the losses are better drawn by their logarithm."""
+    values = np.concatenate([each.values[np.isfinite(each.values)] for each in found])
+    low, high = float(values.min()), float(values.max())
+    return low > 0 and math.log10(high) - math.log10(low) > DECADES
+
+
+def _powers(low: float, high: float) -> Figure:
+    """Ticks at round losses, where the height is a logarithm."""
+    losses = _round(low, high)
+    return {"tickvals": short(np.log10(losses)), "ticktext": [f"{loss:g}" for loss in losses]} if losses else {}
+
+
+def _round(low: float, high: float) -> list[float]:
+    """A few round numbers between two powers of ten."""
+    digits = (1, 2, 5) if high - low < 2 else (1, 3) if high - low < 4 else (1,)
+    powers = range(math.floor(low), math.ceil(high) + 1, max(1, math.ceil((high - low) / 6)))
+    numbers = [digit * 10.0**power for power in powers for digit in digits]
+    return [number for number in numbers if low <= math.log10(number) <= high]
+
+
+def log(values: Sequence[float]) -> Figure:
+    """A logarithmic axis for positive values; Plotly itself would label it with bare digits."""
+    if not values:
+        return {}
+    ticks = _round(math.log10(min(values)) - 0.05, math.log10(max(values)) + 0.05)
+    written = {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]} if len(ticks) > 1 else {}
+    return {"type": "log", **written}
+
+
+def _heights(traces: Sequence[Figure]) -> list[float]:
+    return [value for trace in traces for value in trace["y"] if value is not None]
+
+
+def _bar(title: str) -> Figure:
+    return {"title": {"text": title, "side": "right"}, "thickness": 10, "outlinewidth": 0}
+
+
+def _figure(traces: list[Figure], x: str, y: str, **options: Any) -> Figure:
+    axes = {
+        "xaxis": {"title": {"text": x}, "automargin": True, **options.pop("xaxis", {})},
+        "yaxis": {"title": {"text": y}, "automargin": True, **options.pop("yaxis", {})},
+    }
+    layout = {"margin": {"l": 52, "r": 12, "t": 12, "b": 44}, "showlegend": False, "hovermode": "x unified"}
+    return {"data": traces, "layout": {**layout, **axes, **options}}
+
+
+def plain(text: str) -> str:
+    """Text that Plotly shows as it is: it would read tags in it."""
+    return html.escape(text, quote=False)
+
+
+def short(values: ArrayLike, digits: int = 5) -> list[float | None]:
+    """Numbers as JSON holds them, no longer than an eye can tell apart; null for what is not finite."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in np.asarray(values, float)]

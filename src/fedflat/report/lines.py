@@ -1,0 +1,160 @@
+"""Runs as a report compares them: those that differ only in the seed make one line with a band."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedflat.errors import RunError
+from fedflat.folder import Record, read_recipe, read_whole
+from fedflat.recipe import Recipe
+from fedflat.report.flatness import bare
+
+Settings = dict[str, Any]
+MOST_NAMED = 3  # settings in a line's name
+# A data set brings these with it, and its name says it all.
+IMPLIED = ("data.mean", "data.std", "engine.group")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a directory tells of a run, finished or not."""
+
+    path: Path
+    recipe: Recipe
+    history: list[Record]
+
+    @cached_property
+    def settings(self) -> Settings:
+        """What the run's numbers depend on beside the seed, by dotted names."""
+        table = self.recipe.essentials()
+        flat = {"method": str(table.pop("method")), "server.rounds": self.recipe.server.rounds}
+        for section, fields in table.items():
+            inside = (
+                {f"{section}.{field}": value for field, value in fields.items()} if isinstance(fields, dict) else {}
+            )
+            flat |= inside or {section: fields}
+        return {name: value for name, value in flat.items() if name not in ("seed", "split.seed")}
+
+    def curve(self, metric: str) -> dict[int, Any]:
+        """A metric by round, for the rounds that have it."""
+        return {record["round"]: record[metric] for record in self.history if record.get(metric) is not None}
+
+
+@dataclass(frozen=True)
+class Band:
+    """A metric over the rounds that all runs of a line have: mean, lowest and highest."""
+
+    rounds: list[int]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Runs that differ only in the seed."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    def band(self, metric: str) -> Band | None:
+        """The metric over all seeds that recorded it, or None if none did."""
+        curves = [curve for run in self.runs if (curve := run.curve(metric))]
+        rounds = sorted(set.intersection(*map(set, curves))) if curves else []
+        if not rounds:
+            return None
+        values = np.array([[curve[round] for round in rounds] for curve in curves], dtype=float)
+        return Band(rounds, *(reduce(values, axis=0).tolist() for reduce in (np.mean, np.min, np.max)))
+
+    def megabytes(self) -> dict[int, float]:
+        """What was sent up to a round, both ways, on average over the seeds that reached it."""
+        sent: dict[int, list[float]] = {}
+        for run in self.runs:
+            total = 0
+            for record in run.history:
+                total += record["bytes_down"] + record["bytes_up"]
+                sent.setdefault(record["round"], []).append(total / 1e6)
+        return {round: sum(each) / len(each) for round, each in sent.items()}
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.runs[0].recipe
+
+
+def read_lines(paths: Sequence[Path]) -> list[Line]:
+    """The runs in these directories, which may also be directories of runs, as lines in the order that they came."""
+    found = {path.resolve(): path for given in paths for path in _runs_in(given)}
+    runs = [read_run(path) for path in found.values()]
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
+    ordered = [tuple(sorted(group, key=lambda run: run.recipe.seed)) for group in groups.values()]
+    return [Line(name, group) for name, group in zip(_names(ordered), ordered, strict=True)]
+
+
+def _runs_in(path: Path) -> list[Path]:
+    if (path / "recipe.toml").is_file() or not path.is_dir():
+        return [path]
+    return sorted(recipe.parent for recipe in path.rglob("recipe.toml")) or [path]
+
+
+def read_run(path: Path) -> Run:
+    """A run as far as it has come; a last line that is still being written does not count."""
+    if path.suffix == ".json":
+        raise RunError(f"{path}: a report is about a whole run; give its directory")
+    recipe, metrics = read_recipe(path), path / "metrics.jsonl"
+    whole = read_whole(metrics) if metrics.exists() else b""
+    lines = whole[: whole.rfind(b"\n") + 1].splitlines()
+    return Run(path, recipe, [_record(metrics, number, line) for number, line in enumerate(lines, 1)])
+
+
+def _record(path: Path, number: int, line: bytes) -> Record:
+    try:
+        record = json.loads(line)
+        if isinstance(record, dict) and {"round", "bytes_down", "bytes_up", "seconds"} <= record.keys():
+            return record
+    except ValueError:
+        pass
+    raise RunError(f"{path}: line {number} is no round's record; the file is damaged, so take the run from a backup")
+
+
+def differing(settings: Sequence[Settings]) -> list[str]:
+    """The settings that are not the same in all runs."""
+    names = dict.fromkeys(name for each in settings for name in each)
+    return [name for name in names if any(each.get(name) != settings[0].get(name) for each in settings)]
+
+
+def _names(groups: Sequence[tuple[Run, ...]]) -> list[str]:
+    """A short name for each line: its method, without options where that is enough, and what else tells it apart."""
+    settings = [runs[0].settings for runs in groups]
+    methods = {each["method"] for each in settings}
+    short = len({bare(method) for method in methods}) == len(methods)
+    others = [name for name in differing(settings) if name != "method" and name not in IMPLIED][:MOST_NAMED]
+    names = [
+        ", ".join([bare(each["method"]) if short else each["method"], *(f"{o}={each.get(o)}" for o in others)])
+        for each in settings
+    ]
+    return [
+        name if names.count(name) == 1 else f"{name} ({runs[0].path})" for name, runs in zip(names, groups, strict=True)
+    ]
+
+
+def thinned(count: int, most: int) -> list[int]:
+    """At most so many of `count` places, evenly, with the first and the last.
+
+    >>> thinned(9, 3), thinned(3, 9)
+    ([0, 4, 8], [0, 1, 2])
+    """
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist() if count else []
+
+
+def values_of(lines: Iterable[Line], metric: str) -> bool:
+    """Whether a run recorded the metric."""
+    return any(record.get(metric) is not None for line in lines for run in line.runs for record in run.history)

@@ -1,0 +1,113 @@
+"""The page's building blocks. Whatever comes from a run goes through here, and is escaped here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from fedflat.report.figures import Figure, style
+
+PATTERNS = {"solid": "", "dash": "9 5", "dot": "2 4", "dashdot": "9 4 2 4", "longdash": "15 5"}
+
+
+@dataclass
+class Canvas:
+    """Hands out places for figures, and keeps them for the page's script."""
+
+    figures: list[Figure] = field(default_factory=list)
+
+    def plot(self, figure: Figure, title: str, told: str, place: int | None = None) -> str:
+        """A figure under its title; `told` is for those who do not see it, and `place` that of the only line in it."""
+        self.figures.append(figure)
+        turned = "forms" in figure
+        hint = "; arrow keys turn the surface" if turned else ""
+        role = 'role="application" tabindex="0"' if turned else 'role="img"'
+        label = escape(f"{title}: {told}{hint}")
+        canvas = f'<div class="canvas" data-figure="{len(self.figures) - 1}" {role} aria-label="{label}"></div>'
+        return f"<figure{_of(place)}><figcaption>{escape(title)}</figcaption>{canvas}</figure>"
+
+    def json(self) -> str:
+        """For a script element: nothing in it can end the element."""
+        return json.dumps(self.figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page that can be jumped to."""
+
+    name: str
+    title: str
+    body: str
+
+    def link(self) -> str:
+        return f'<a href="#{self.name}">{escape(self.title)}</a>'
+
+    def __str__(self) -> str:
+        heading = f'<h2 id="{self.name}-title">{escape(self.title)}</h2>'
+        return f'<section id="{self.name}" aria-labelledby="{self.name}-title">{heading}\n{self.body}\n</section>'
+
+
+def section(name: str, title: str, note: str, *blocks: str) -> Section | None:
+    """The blocks under a heading and a note, or nothing where there is nothing to show."""
+    shown = [block for block in blocks if block]
+    return Section(name, title, "\n".join([paragraph(note) if note else "", *shown])) if shown else None
+
+
+def grid(plots: Iterable[str], kind: str = "plots") -> str:
+    """Plots side by side, as many as there is room for."""
+    joined = "".join(plots)
+    return f'<div class="{kind}">{joined}</div>' if joined else ""
+
+
+def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int] = ()) -> str:
+    """Rows that begin with their header; a row with a place goes with the line there."""
+    if not rows:
+        return ""
+    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+    lines = (places[k] if places else None for k in range(len(rows)))
+    body = "".join(f"<tr{_of(place)}>{_cells(row)}</tr>" for place, row in zip(lines, rows, strict=True))
+    content = f"<caption>{escape(caption)}</caption><thead><tr>{titles}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="box" role="region" tabindex="0" aria-label="{escape(caption)}"><table>{content}</table></div>'
+
+
+def _cells(row: Sequence[str]) -> str:
+    first, *others = map(escape, row)
+    return f'<th scope="row">{first}</th>' + "".join(f"<td>{cell}</td>" for cell in others)
+
+
+def paragraph(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
+
+
+def heading(text: str) -> str:
+    return f"<h3>{escape(text)}</h3>"
+
+
+def fold(title: str, inside: str) -> str:
+    """Something that is opened by whoever wants to see it."""
+    return f"<details><summary>{escape(title)}</summary>{inside}</details>" if inside else ""
+
+
+def form_button() -> str:
+    """Between surfaces and maps."""
+    return '<p><button type="button" id="form" aria-pressed="false">Show as maps</button></p>'
+
+
+def copied(title: str, text: str, place: int | None = None) -> str:
+    """A text behind a fold, with a button that copies it."""
+    button = '<button type="button" class="copy">copy</button>'
+    return f"<details{_of(place)}><summary>{escape(title)}</summary>{button}<pre>{escape(text)}</pre></details>"
+
+
+def switch(place: int, name: str) -> str:
+    """The checkbox of a line, beside a piece of the line itself."""
+    look = style(place)
+    stroke = f'stroke="{look["color"]}" stroke-width="3" stroke-dasharray="{PATTERNS[look["dash"]]}"'
+    piece = f'<svg width="34" height="8" aria-hidden="true"><path d="M0 4H34" {stroke}/></svg>'
+    return f'<label><input type="checkbox" checked data-switch="{place}">{piece}{escape(name)}</label>'
+
+
+def _of(place: int | None) -> str:
+    return "" if place is None else f' data-line="{place}"'

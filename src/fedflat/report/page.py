@@ -1,0 +1,120 @@
+"""The report: one page that needs nothing but a browser, from the directories of runs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from html import escape
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from fedflat.errors import RecipeError, RunError
+from fedflat.flatness import Landscape
+from fedflat.recipe import Recipe
+from fedflat.report import sections
+from fedflat.report.lines import Line, read_lines
+from fedflat.report.markup import Canvas, switch
+from fedflat.report.measured import landscapes, measured, split_counts
+from fedflat.report.sections import Content, Counts
+
+Status = Callable[[str], AbstractContextManager[object]]
+LIMIT = 6_000_000  # bytes of a page
+POINTS = (500, 200, 80, 30)  # of a curve: the first with which the page stays below the limit
+MOST_SPLITS = 4
+ORDER = (
+    sections.results,
+    sections.learning,
+    sections.splits,
+    sections.classes,
+    sections.local,
+    sections.rounds,
+    sections.flatness,
+    sections.landscapes,
+    sections.duality,
+    sections.refused,
+    sections.repeat,
+)
+
+
+def collect(paths: Sequence[Path], status: Status, measure: bool = False, target: float | None = None) -> Content:
+    """Read the runs; with `measure`, also look at the minimum of the first seed of each line."""
+    lines = read_lines(paths)
+    found = {}
+    for place, line in enumerate(lines if measure else ()):
+        with status(f"{line.runs[0].path}: measuring"):
+            found[place] = measured(line.runs[0].path)
+    with status("reading the splits"):
+        splits = _splits(lines)
+    targets = [line.recipe.evaluation.target for line in lines]
+    return Content(lines, target or next(filter(None, targets), None), splits, _landscapes(lines), found)
+
+
+def _splits(lines: Sequence[Line]) -> Mapping[str, Counts | str]:
+    """The split of each line's first seed; lines that divide their data alike share it."""
+    recipes: dict[str, Recipe] = {}
+    for recipe in (line.recipe for line in lines):
+        options = ", ".join(f"{name} {value}" for name, value in recipe.split.options().items())
+        recipes.setdefault(f"{recipe.data.name}, {recipe.split.name} {options}", recipe)
+    return {title: split_counts(recipe) for title, recipe in [*recipes.items()][:MOST_SPLITS]}
+
+
+def _landscapes(lines: Sequence[Line]) -> Mapping[str, Mapping[int, Landscape]]:
+    """For each plane the landscapes of the lines, that of the first seed that has one."""
+    found: dict[str, dict[int, Landscape]] = {}
+    for place, line in enumerate(lines):
+        for run in line.runs:
+            for plane, each in landscapes(run.path).items():
+                if sections.finite(each):
+                    found.setdefault(plane, {}).setdefault(place, each)
+    return found
+
+
+def page(content: Content) -> bytes:
+    """The whole page; long curves are thinned out until it is small enough."""
+    script = _plotly()
+    for most in POINTS:
+        made = _assembled(content, script, most)
+        if len(made) <= LIMIT:
+            return made
+    raise RunError(f"the report would be larger than {LIMIT // 10**6} MB; give fewer runs at a time")
+
+
+def _assembled(content: Content, script: str, most: int) -> bytes:
+    canvas = Canvas()
+    made = [sections.overview(content), *(make(content, canvas, most) for make in ORDER)]
+    shown = [each for each in made if each]
+    own = _asset("page.js")
+    parts = {
+        "title": escape(sections.setting(content.lines[0].recipe)),
+        "policy": f"{_hash(script)} {_hash(own)} 'unsafe-eval'",
+        "style": _asset("page.css"),
+        "switches": "".join(switch(place, line.name) for place, line in enumerate(content.lines)),
+        "links": "".join(each.link() for each in shown),
+        "sections": "\n".join(map(str, shown)),
+        "figures": canvas.json(),
+        "plotly": script,
+        "script": own,
+    }
+    # A directory's name may hold bytes that are no text.
+    return Template(_asset("page.html.txt")).substitute(parts).encode("utf-8", "replace")
+
+
+def _hash(script: str) -> str:
+    """What a browser compares with a script before it runs it: no other one runs in the page."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _asset(name: str) -> str:
+    return (resources.files("fedflat") / "report" / "assets" / name).read_text("utf-8")
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise RecipeError("a report needs plotly: pip install 'fedflat[report]'") from None
+    script: str = get_plotlyjs()
+    return script

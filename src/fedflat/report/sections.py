@@ -1,0 +1,317 @@
+"""The sections of a report, from what the runs recorded and what was measured of them; None where there is nothing."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedflat.flatness import Landscape
+from fedflat.recipe import Recipe
+from fedflat.report import figures
+from fedflat.report.flatness import duality_cells, flatness_cells
+from fedflat.report.lines import Band, Line, differing
+from fedflat.report.markup import Canvas, Section, copied, fold, form_button, grid, heading, paragraph, section, table
+from fedflat.report.measured import Measured
+from fedflat.run import summary
+
+Counts = Sequence[Sequence[int]]
+# Further curves: title, axis, and whether a logarithmic scale shows more.
+CURVES = {
+    "consistency": ("Consistency of the local models", "(1/n) Σ ‖wᵢ − w‖²", True),
+    "divergence": ("Distance from the model they began with", "(1/n) Σ ‖wᵢ − w‖", True),
+    "discord": ("Distance between local models", "mean ‖wᵢ − wⱼ‖", True),
+    "cosine": ("Cosine of update and proximal gradient", "cosine", False),
+    "lambda1": ("Sharpness during training", "λ₁ of the Hessian", False),
+    "epsilon": ("Privacy spent", "ε", False),
+}
+PLANES = {"eigen": "The plane of the two top eigenvectors", "random": "Random directions"}
+MOST_SURFACES = 8  # browsers give a page about sixteen places to draw in space
+LAST_REFUSALS = 20
+LONGEST = 300  # characters of a refusal's detail
+
+
+@dataclass(frozen=True)
+class Content:
+    """All that a report tells; what belongs to a line is found by the line's place."""
+
+    lines: Sequence[Line]
+    target: float | None
+    splits: Mapping[str, Counts | str]
+    landscapes: Mapping[str, Mapping[int, Landscape]]
+    measured: Mapping[int, Measured]
+
+    def name(self, place: int) -> str:
+        return self.lines[place].name
+
+
+def setting(recipe: Recipe) -> str:
+    """What a recipe trains on what, in half a sentence."""
+    return f"{recipe.model.name} on {recipe.data.name}, {recipe.split.clients} clients"
+
+
+def overview(content: Content) -> Section | None:
+    """Which runs there are, and what they have in common."""
+    lines = content.lines
+    rows = [
+        (line.name, str(line.recipe.method), _seeds(line), _progress(line), ", ".join(str(r.path) for r in line.runs))
+        for line in lines
+    ]
+    settings = [line.runs[0].settings for line in lines]
+    own = differing(settings)
+    shared = [(name, _text(value)) for name, value in settings[0].items() if name not in own and value is not None]
+    head = ("line", "method", "seeds", "rounds", "directories")
+    common = fold("What all runs have in common", table("Settings of all runs", ("setting", "value"), shared))
+    note = "Runs that differ only in the seed are one line: their mean, and the range from lowest to highest."
+    return section("runs", "What was run", note, table("Runs", head, rows, range(len(rows))), common)
+
+
+def _seeds(line: Line) -> str:
+    return ", ".join(str(run.recipe.seed) for run in line.runs)
+
+
+def _progress(line: Line) -> str:
+    done = sorted({len(run.history) for run in line.runs})
+    reached = f"{done[0]}" if len(done) == 1 else f"{done[0]}–{done[-1]}"
+    return f"{reached} of {line.recipe.server.rounds}"
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def results(content: Content, _: Canvas, __: int) -> Section | None:
+    """The numbers that papers print."""
+    accuracy: Callable[[float], str] = "{:.4f}".format
+    columns: dict[str, tuple[str, Callable[[float], str]]] = {
+        "accuracy, last": ("accuracy_last", accuracy),
+        "best": ("accuracy_best", accuracy),
+        "mean of last 10": ("accuracy_mean_of_last_10", accuracy),
+        "loss, last": ("loss_last", "{:.4g}".format),
+        "rounds to target": ("rounds_to_target", "{:.0f}".format),
+        "MB down": ("bytes_down", lambda value: f"{value / 1e6:.4g}"),
+        "MB up": ("bytes_up", lambda value: f"{value / 1e6:.4g}"),
+        "ε": ("epsilon", "{:.3g}".format),
+        "seconds": ("seconds", "{:.4g}".format),
+    }
+    found = [[_summary(run, content.target) for run in line.runs] for line in content.lines]
+    kept = {title: how for title, how in columns.items() if any(how[0] in each for line in found for each in line)}
+    rows = [
+        (line.name, *(_spread([each.get(name) for each in runs], form) for name, form in kept.values()))
+        for line, runs in zip(content.lines, found, strict=True)
+    ]
+    on = {line.recipe.evaluation.on for line in content.lines}
+    goal = f" Target: accuracy {content.target:g}." if content.target is not None else ""
+    note = f"The global model on the {' or '.join(sorted(on))} samples; mean over seeds (lowest – highest).{goal}"
+    return section("results", "Results", note, table("Results", ("line", *kept), rows, range(len(rows))))
+
+
+def _summary(run: Any, target: float | None) -> dict[str, Any]:
+    evaluation = run.recipe.evaluation.model_copy(update={"target": target})
+    return summary(run.history, run.recipe.model_copy(update={"evaluation": evaluation}))
+
+
+def _spread(values: Sequence[float | None], form: Callable[[float], str]) -> str:
+    """The mean of the seeds with their range; where a number is missing in some of them, in how many it is not."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return "–"
+    mean, low, high = form(sum(there) / len(there)), form(min(there)), form(max(there))
+    some = f", {len(there)} of {len(values)} seeds" if len(there) < len(values) else ""
+    return mean + (f" ({low} – {high}{some})" if low != high else f" ({some[2:]})" if some else "")
+
+
+def learning(content: Content, canvas: Canvas, most: int) -> Section | None:
+    """Accuracy and loss over the rounds, and the accuracy by what was sent."""
+    goal = content.target
+    mark = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": goal, "y1": goal, "line": {"dash": "dot"}}
+    shapes = {} if goal is None else {"shapes": [mark]}
+    plots = [_curve(content, canvas, most, "accuracy", "Accuracy", "accuracy", **shapes)]
+    plots += [_curve(content, canvas, most, "loss", "Loss", "loss")]
+    if by_bytes := figures.traffic(content.lines, most):
+        plots.append(canvas.plot(by_bytes, "Accuracy by traffic", "against the megabytes sent so far"))
+    return section("learning", "Learning curves", "", grid(plots))
+
+
+def _curve(content: Content, canvas: Canvas, most: int, metric: str, title: str, axis: str, **options: Any) -> str:
+    found = _bands(content, metric)
+    if not found:
+        return ""
+    ends = "; ".join(f"{name} ends at {band.mean[-1]:.4g}" for _, name, band in found)
+    return canvas.plot(figures.bands(found, axis, most, **options), title, ends)
+
+
+def _bands(content: Content, metric: str) -> list[tuple[int, str, Band]]:
+    return [(k, line.name, band) for k, line in enumerate(content.lines) if (band := line.band(metric))]
+
+
+def rounds(content: Content, canvas: Canvas, most: int) -> Section | None:
+    """What else was recorded of the rounds."""
+    plots = []
+    for metric, (title, axis, logarithmic) in CURVES.items():
+        ends = [end for *_, band in _bands(content, metric) for end in (min(band.low), max(band.high))]
+        scale = {"yaxis": figures.log(ends)} if logarithmic and ends and min(ends) > 0 else {}
+        plots.append(_curve(content, canvas, most, metric, title, axis, **scale))
+    return section("rounds", "Round by round", "", grid(plots))
+
+
+def local(content: Content, canvas: Canvas, most: int) -> Section | None:
+    """What local training makes of the model, seen on everybody's samples."""
+    titles = {
+        "local_accuracy_before": "Before local training",
+        "local_accuracy": "After local training, mean of clients",
+    }
+    found = [band for metric in titles for _, _, band in _bands(content, metric)]
+    if not found:
+        return None
+    low, high = min(min(band.low) for band in found), max(max(band.high) for band in found)
+    same = {"range": [low - 0.03 * (high - low) - 1e-3, high + 0.03 * (high - low) + 1e-3]}
+    plots = [_curve(content, canvas, most, metric, title, "accuracy", yaxis=same) for metric, title in titles.items()]
+    note = "What is lost between the two is what clients forget of the classes that they do not hold."
+    return section("local", "Local models on everybody's samples", note, grid(plots))
+
+
+def classes(content: Content, canvas: Canvas, _: int) -> Section | None:
+    """Accuracy by class, a map for each line."""
+    most, plots = figures.MOST_CELLS // len(content.lines), []
+    for place, line in enumerate(content.lines):
+        if figure := figures.classes(line, most):
+            plots.append(canvas.plot(figure, line.name, "accuracy of each class over the rounds", place))
+    return section("classes", "Accuracy of each class", "", grid(plots))
+
+
+def splits(content: Content, canvas: Canvas, _: int) -> Section | None:
+    """Who holds what."""
+    blocks = []
+    for title, counts in content.splits.items():
+        if isinstance(counts, str):
+            blocks.append(paragraph(counts))
+            continue
+        clients, total = len(counts), sum(map(sum, counts))
+        cut = f", the first {figures.MOST_CLIENTS}" if clients > figures.MOST_CLIENTS else ""
+        told = f"{total} samples of {len(counts[0])} classes on {clients} clients{cut}"
+        blocks.append(grid([canvas.plot(figures.split(counts), f"{title}: {told}", "clients × classes")]))
+    return section("split", "Who holds what", "", *blocks)
+
+
+def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
+    """The table of flatness, and every layer's activations beside its curvature."""
+    if not content.measured:
+        return None
+    columns = {content.name(place): flatness_cells(each.row()) for place, each in content.measured.items()}
+    by_layer = {content.name(k): (k, each.flatness.layers) for k, each in content.measured.items()}
+    samples = next(iter(content.measured.values())).flatness.samples
+    plots = (
+        canvas.plot(figures.layers(by_layer, quantity, axis), title, "layer by layer, for each line")
+        for quantity, axis, title in (
+            ("activity", "mean a²", "Activations that enter a layer"),
+            ("curvature", "λ₁ of the layer's block", "Curvature of the layer's weights"),
+        )
+    )
+    note = f"The first seed of each line, on the mean loss of {samples} training samples; docs/flatness.md says what each number is."
+    return section("flatness", "How flat the minima are", note, _beside("Flatness", columns), grid(plots))
+
+
+def _beside(caption: str, columns: Mapping[str, Mapping[str, str]]) -> str:
+    """One column for each line, one row for each number."""
+    names = dict.fromkeys(name for cells in columns.values() for name in cells)
+    rows = [(name, *(cells.get(name, "–") for cells in columns.values())) for name in names]
+    return table(caption, ("", *columns), rows)
+
+
+def landscapes(content: Content, canvas: Canvas, _: int) -> Section | None:
+    """The loss around the minima: surfaces or maps on one scale, curves where there is one direction."""
+    blocks = []
+    for plane, found in content.landscapes.items():
+        wide = {k: each for k, each in found.items() if len(each.axes) == 2}
+        shown = dict([*wide.items()][:MOST_SURFACES])
+        plots = [
+            canvas.plot(figure, content.name(k), f"loss {each.centre:.3g}, rises by {each.rise:.3g}", k)
+            for (k, each), figure in zip(shown.items(), figures.surfaces([*shown.values()]), strict=True)
+        ]
+        blocks.append(heading(PLANES.get(plane, plane)))
+        blocks += [paragraph(f"The first {MOST_SURFACES} of {len(wide)} lines.")] if len(wide) > len(shown) else []
+        blocks.append(grid(plots, "plots surfaces"))
+        if along := {content.name(k): (k, each) for k, each in found.items() if len(each.axes) == 1}:
+            blocks.append(grid([canvas.plot(figures.crossing(along), "Along one direction", "the loss")]))
+        rows = [(content.name(k), f"{each.centre:.4g}", f"{each.rise:.4g}") for k, each in found.items()]
+        blocks.append(table("Loss", ("line", "at the minimum", "largest rise"), rows, [*found]))
+    note = "All lines share one scale of steps, heights and colours: what looks flatter is flatter."
+    solid = any(len(each.axes) == 2 for found in content.landscapes.values() for each in found.values())
+    return section("landscapes", "The loss around the minima", note, form_button() if solid else "", *blocks)
+
+
+def duality(content: Content, canvas: Canvas, _: int) -> Section | None:
+    """Which directions of the last layer carry the generalisation gap."""
+    found = {content.name(k): (k, each.duality) for k, each in content.measured.items() if each.duality}
+    if not found:
+        return None
+    columns = {f"{name}: {each.layer}": duality_cells(each) for name, (_, each) in found.items()}
+    plots = (canvas.plot(figure, title, "for each line") for title, figure in figures.duality(found).items())
+    note = "The gap between a sample and its nearest neighbour in the other half, as moves of the last layer's weights."
+    return section("duality", "Activity–weight duality", note, grid(plots), _beside("Duality", columns))
+
+
+def refused(content: Content, _: Canvas, __: int) -> Section | None:
+    """The uploads that were not merged: how many for which reason, and the last of them."""
+    everyone = [(k, seed, round, each) for k, line in enumerate(content.lines) for seed, round, each in _refusals(line)]
+    skipped = [sum("skipped" in record for run in line.runs for record in run.history) for line in content.lines]
+    if not everyone and not any(skipped):
+        return None
+    reasons = [*dict.fromkeys(each["reason"] for *_, each in everyone)]
+    counts = [Counter(each["reason"] for k, *_, each in everyone if k == place) for place in range(len(content.lines))]
+    rows = [
+        (line.name, *(str(count[reason]) for reason in reasons), str(skips))
+        for line, count, skips in zip(content.lines, counts, skipped, strict=True)
+    ]
+    last = sorted(everyone, key=lambda entry: entry[2])[-LAST_REFUSALS:]
+    details = [
+        (content.name(k), str(seed), str(round), str(each["client"]), each["reason"], _cut(each["detail"]))
+        for k, seed, round, each in last
+    ]
+    return section(
+        "refused",
+        "Refused clients",
+        "Uploads that were not merged, over all seeds, and rounds that were skipped because too few were left.",
+        table("By reason", ("line", *reasons, "skipped rounds"), rows, range(len(rows))),
+        heading(f"The last {len(details)}") if details else "",
+        table("The last ones", ("line", "seed", "round", "client", "reason", "detail"), details, [k for k, *_ in last]),
+    )
+
+
+def _refusals(line: Line) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+    for run in line.runs:
+        for record in run.history:
+            for each in record.get("refused", ()):
+                yield run.recipe.seed, record["round"], each
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
+
+
+def repeat(content: Content, _: Canvas, __: int) -> Section | None:
+    """The recipe of each line, and the commands that run it again."""
+    blocks = [copied(f"{line.name}: recipe.toml", line.recipe.to_toml(), k) for k, line in enumerate(content.lines)]
+    blocks += [copied(f"{line.name}: commands", _commands(line), k) for k, line in enumerate(content.lines)]
+    note = "Equal recipes give equal results to the bit on one kind of machine."
+    return section("repeat", "Repeat it", note, *blocks)
+
+
+def _commands(line: Line) -> str:
+    if line.recipe.split.name == "given":
+        return "# The federation was made in Python: pass it to fedflat.train(…) with these settings."
+    commands = []
+    for run in line.runs:
+        seeds = f" --set seed={run.recipe.seed}"
+        seeds += "" if run.recipe.split.seed is None else f" split.seed={run.recipe.split.seed}"
+        commands.append(f"fedflat run recipe.toml{seeds} --out {shlex.quote(f'again/{run.recipe.seed}')}")
+    return "\n".join(commands)
+
+
+def finite(each: Landscape) -> bool:
+    return bool(np.isfinite(each.values).any())

@@ -1,0 +1,259 @@
+"""The papers' tables: what was published, what came out here, and how the settings differ."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from itertools import product
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from fedflat.errors import RecipeError, nearest
+from fedflat.report.sheets import Cell, Sheet
+from fedflat.sweep.plan import FULL, flattened, load_sweep, shipped, spelled
+from fedflat.sweep.results import Row, mean_and_std
+
+VALUE = re.compile(r"(?P<mean>\d+(?:\.\d+)?)(?P<more>\+)?(?: ± (?P<std>\d*\.?\d+))?(?P<arrow> [↑↓])?(?P<note> .+)?")
+FOLLOWS = ("data.mean", "data.std")  # from the data set, and no difference of their own
+
+
+@dataclass(frozen=True)
+class Value:
+    """A published or measured number; `text` is all of it as it is shown."""
+
+    mean: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A row or column of a published table: its heads, and the results that belong to it."""
+
+    heads: list[str]
+    match: dict[str, Any]
+    metric: str | None = None
+    group: str = ""
+    digits: int | None = None
+    factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Published:
+    """A table as a paper has it.
+
+    A result belongs in a cell if its grid values are those of the row and column. Arrows compare a cell with the one
+    that has the values of `baseline` instead; the number that is `best` in its column and group of rows is bold.
+    """
+
+    name: str
+    title: str
+    source: str
+    metric: str
+    factor: float
+    digits: int
+    best: str
+    baseline: dict[str, Any]
+    columns: list[Axis]
+    rows: list[Axis]
+    values: list[list[Value | None]]
+    notes: list[str]
+
+
+def published_names() -> list[str]:
+    """The tables that there are."""
+    folder = resources.files("fedflat") / "published"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def published(name: str) -> Published:
+    """A paper's table by its name, as in fedsol-table1."""
+    if name not in published_names():
+        raise RecipeError(f"there is no table {name!r}; {nearest(name, published_names())}")
+    table = tomllib.loads((resources.files("fedflat") / "published" / f"{name}.toml").read_text("utf-8"))
+    rows, columns = table.pop("row"), table.pop("column")
+    defaults = {"factor": 100.0, "digits": 2, "best": "", "baseline": {}, "notes": []}
+    values = [[_value(text) for text in row.pop("values", [""] * len(columns))] for row in rows]
+    heads = [row.pop("name") for row in rows]
+    return Published(
+        name,
+        columns=[Axis(**{"match": {}, **column}) for column in columns],
+        rows=[Axis([head], **{"match": {}, **row}) for head, row in zip(heads, rows, strict=True)],
+        values=values,
+        **{**defaults, **table},
+    )
+
+
+def _value(text: str) -> Value | None:
+    """A number as the paper prints it, such as '52.80 ± 2.66 ↑', '500+' or '10.00 (failed)'; none for ''."""
+    if not text:
+        return None
+    found = VALUE.fullmatch(text)
+    if not found:
+        raise RecipeError(f"published: {text!r} is no number of a table")
+    return Value(math.inf if found["more"] else float(found["mean"]), text)
+
+
+def compared(table: Published, rows: Sequence[Row]) -> Sheet:
+    """Published and measured numbers line by line; without rows, the published ones alone."""
+    rows = [row for row in rows if any(_belongs(row, place) for place in _places(table))]
+    scales = sorted({row["scale"] for row in rows})
+    if len(scales) > 1:
+        raise RecipeError(f"results of the scales {' and '.join(scales)} in one table; give those of one at a time")
+    ours = [[_measured(table, row, column, rows) for column in table.columns] for row in table.rows] if rows else []
+    papers_bold, our_bold = _bold(table, table.values), _bold(table, ours) if rows else set()
+    blocks = []
+    for i, row in enumerate(table.rows):
+        name = f"{row.group} {row.heads[0]}".strip()
+        lines = [(name, "paper", [_cell(value, (i, j) in papers_bold) for j, value in enumerate(table.values[i])])]
+        if rows:
+            arrows = [_arrow(table, row, column, rows) for column in table.columns]
+            cells = [_cell(value, (i, j) in our_bold, arrows[j]) for j, value in enumerate(ours[i])]
+            lines.append((name, "ours", cells))
+            lines.append((name, "Δ", [*map(_difference, ours[i], table.values[i], [_digits(table, row)] * len(cells))]))
+        blocks.append(lines)
+    heads = [list(level) for level in zip(*(column.heads for column in table.columns), strict=True)]
+    notes = [f"Source: {table.source}", *(settings_notes(table.name, rows) if rows else ()), *table.notes]
+    scale = f" (ours at scale {scales[0]})" if scales and scales[0] != FULL else ""
+    return Sheet(table.title + scale, heads, blocks, notes)
+
+
+def _places(table: Published) -> Iterator[dict[str, Any]]:
+    for row, column in product(table.rows, table.columns):
+        yield {**row.match, **column.match}
+
+
+def _belongs(row: Row, place: Mapping[str, Any]) -> bool:
+    return all(row.get(field) == value for field, value in place.items())
+
+
+def _measured(
+    table: Published, row: Axis, column: Axis, rows: Iterable[Row], instead: Mapping[str, Any] | None = None
+) -> Value | None:
+    """Mean ± deviation of the results that belong in a cell: over their seeds, or what the metric brings along."""
+    found = [each for each in rows if _belongs(each, {**row.match, **column.match, **(instead or {})})]
+    metric = row.metric or column.metric or table.metric
+    values = [each.get(metric) for each in found]
+    if not found or all(value is None for value in values):
+        never = found and metric == "rounds_to_target"
+        return Value(math.inf, f"{found[0]['asked']['server']['rounds']}+") if never else None
+    factor, digits = row.factor or table.factor, _digits(table, row)
+    mean, std = mean_and_std(values)
+    if mean is None:
+        reached = [value for value in values if value is not None]
+        return Value(math.inf, f"{fmean(reached):.{digits}f} ({len(reached)} of {len(values)} seeds)")
+    own = [each[f"{metric}_std"] for each in found if each.get(f"{metric}_std") is not None]
+    std = fmean(own) if own else std
+    spread = "" if std is None else f" ± {std * factor:.{digits}f}"
+    return Value(mean * factor, f"{mean * factor:.{digits}f}{spread}")
+
+
+def _digits(table: Published, row: Axis) -> int:
+    return table.digits if row.digits is None else row.digits
+
+
+def _cell(value: Value | None, bold: bool, arrow: str = "") -> Cell:
+    return Cell("–") if value is None else Cell(value.text + arrow, bold)
+
+
+def _difference(ours: Value | None, paper: Value | None, digits: int) -> Cell:
+    if ours is None or paper is None or not (math.isfinite(ours.mean) and math.isfinite(paper.mean)):
+        return Cell("–")
+    return Cell(f"{ours.mean - paper.mean:+.{digits}f}".replace("-", "−"))
+
+
+def _bold(table: Published, values: Sequence[Sequence[Value | None]]) -> set[tuple[int, int]]:
+    """The places of the best number of each column, within each group of rows."""
+    if not table.best:
+        return set()
+    best: set[tuple[int, int]] = set()
+    sign = 1 if table.best == "highest" else -1
+    for group in {row.group for row in table.rows}:
+        for j in range(len(table.columns)):
+            places = [(i, j) for i, row in enumerate(table.rows) if row.group == group]
+            known = {place: value.mean for place in places if (value := values[place[0]][j]) is not None}
+            top = max((sign * mean for mean in known.values()), default=math.inf)
+            best |= {place for place, mean in known.items() if len(known) > 1 and sign * mean == top}
+    return best
+
+
+def _arrow(table: Published, row: Axis, column: Axis, rows: Sequence[Row]) -> str:
+    """Above or below the baseline, as FedSoL's tables show it."""
+    mine = _measured(table, row, column, rows)
+    reference = _measured(table, row, column, rows, table.baseline) if table.baseline else None
+    if mine is None or reference is None or mine.mean == reference.mean:
+        return ""
+    return " ↑" if mine.mean > reference.mean else " ↓"
+
+
+def settings_notes(name: str, rows: Sequence[Row]) -> list[str]:
+    """Each setting in which the runs differ from the sweep of that name at full scale."""
+    if name not in shipped():
+        return [f"There is no sweep file {name} to compare the settings with."]
+    full = {_place(point.values): point for point in load_sweep(name).points}
+    seeds = {point.values.get("seed", 0) for point in full.values()}
+    wanted = {key: flattened(point.asked()) for key, point in full.items()}
+    counted: Counter[tuple[str, str, str]] = Counter()
+    strangers = 0
+    for row in rows:
+        paper, ours = wanted.get(_place(row, next(iter(full.values())).values)), flattened(row["asked"])
+        strangers += paper is None
+        counted.update(_differing(paper or ours, ours))
+    notes = [
+        f"{field}: {there} in the paper, {here} here{'' if n == len(rows) else f' ({n} of {len(rows)} runs)'}"
+        for (field, there, here), n in counted.items()
+    ]
+    here = {row.get("seed", 0) for row in rows}
+    if len(here) != len(seeds):
+        notes.append(f"seeds: {len(seeds)} in the sweep, {len(here)} here")
+    if strangers:
+        notes.append(f"{strangers} runs are at no place of the sweep's grid")
+    return notes or ["The settings are those of the sweep at full scale."]
+
+
+def _place(values: Mapping[str, Any], fields: Iterable[str] | None = None) -> tuple[str, ...]:
+    """Where in the grid, whatever the seed."""
+    return tuple(spelled(values.get(field)) for field in fields or values if field != "seed")
+
+
+def _differing(paper: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for field in dict.fromkeys([*paper, *ours]):
+        there, here = paper.get(field), ours.get(field)
+        implied = field in FOLLOWS and paper.get("data.name") != ours.get("data.name")
+        if there != here and field != "seed" and not implied:
+            yield field, _shown(there), _shown(here)
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else spelled(value)
+
+
+def summary_table(rows: Sequence[Row], title: str) -> Table:
+    """A sweep's means over seeds in the terminal: accuracies, rounds to target and traffic."""
+    names = list(rows[0])
+    fields = [name for name in names[: names.index("runs") + 1] if name != "scale"]
+    columns = {"last": ("accuracy_last", 4), "best": ("accuracy_best", 4), "to target": ("rounds_to_target", 0)}
+    shown = {head: column for head, column in columns.items() if any(_pair(row, *column) != "–" for row in rows)}
+    table = Table(title=title, title_justify="left")
+    for head in (*fields, *shown, "MB", "seconds"):
+        table.add_column(head, justify="left" if head in fields else "right")
+    for row in rows:
+        places = (Text(spelled(row.get(field, ""))) for field in fields)
+        traffic = (row["bytes_up_mean"] + row["bytes_down_mean"]) / 1e6
+        numbers = (_pair(row, *column) for column in shown.values())
+        table.add_row(*places, *numbers, f"{traffic:.1f}", _pair(row, "seconds", 1))
+    return table
+
+
+def _pair(row: Row, name: str, digits: int) -> str:
+    mean, std = row.get(f"{name}_mean"), row.get(f"{name}_std")
+    if mean is None:
+        return "–"
+    return f"{mean:.{digits}f}" + ("" if std is None else f" ± {std:.{digits}f}")

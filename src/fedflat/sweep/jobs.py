@@ -1,0 +1,157 @@
+"""The runs of a sweep side by side, each in a process of its own that can be stopped and goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from fedflat.errors import StoppedError
+from fedflat.folder import write_whole, written_to
+from fedflat.sweep.plan import Point, Sweep
+from fedflat.sweep.results import finished, save_result
+
+MEMORY = 2**30  # bytes that a run is taken to need
+POLL = 0.1  # seconds between two looks at the processes
+AFTER = "after-{}.json"  # what a command that followed a run printed
+FEDFLAT = (sys.executable, "-m", "fedflat.cli")
+
+
+def jobs_for(cores: int, runs: int, memory: int | None = None) -> int:
+    """How many runs at a time: one for each core, as long as there is memory for them.
+
+    >>> jobs_for(cores=8, runs=20, memory=4 * 2**30), jobs_for(cores=8, runs=3, memory=None)
+    (4, 3)
+    """
+    return max(1, min(cores, runs, cores if memory is None else memory // MEMORY))
+
+
+def free_memory() -> int | None:
+    """The bytes that processes can still take, where the system tells."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    return None
+
+
+@dataclass
+class Job:
+    """A run that is going on: the commands that are left of it, and the process of the one before them."""
+
+    point: Point
+    folder: Path
+    commands: deque[Sequence[str]]
+    process: subprocess.Popen[bytes] | None = None
+    begun: float = field(default_factory=time.monotonic)
+
+    def advance(self, environment: dict[str, str]) -> bool:
+        """Start the next command, if there is one."""
+        if not self.commands:
+            return False
+        command = self.commands.popleft()
+        number = len(self.point.after) - len(self.commands)
+        with ExitStack() as stack:
+            log = stack.enter_context((self.folder / "log.txt").open("ab"))
+            answer = stack.enter_context((self.folder / AFTER.format(number)).open("wb")) if number else log
+            # In a session of its own, or an interrupt from the terminal would reach it twice.
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=answer, stderr=log, start_new_session=True
+            )
+        return True
+
+    def complaint(self, code: int) -> str:
+        """Why it failed, in a sentence: its own last one."""
+        said = (self.folder / "log.txt").read_text("utf-8", "replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
+        return f"killed by signal {-code}" if code < 0 else last.removeprefix("fedflat: ")
+
+
+@dataclass
+class Jobs:
+    """A sweep at work in its directory, `jobs` runs at a time with so many `workers` each.
+
+    `watch` is called at every look, with what goes on; `told` with each point that ended, and why if it failed.
+    """
+
+    sweep: Sweep
+    folder: Path
+    jobs: int
+    workers: int
+    running: list[Job] = field(default_factory=list)
+    done: list[Point] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    _signals: list[int] = field(default_factory=list)
+
+    def run(self, watch: Callable[[], None], told: Callable[[Point, str | None], None]) -> None:
+        """Everything that is not done yet; raises `StoppedError` once a signal came and the runs have saved."""
+        self.done = [point for point in self.sweep.points if finished(self.folder / point.slug, point)]
+        waiting = deque(point for point in self.sweep.points if point not in self.done)
+        before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while self.running or (waiting and not self._signals):
+                while waiting and len(self.running) < self.jobs and not self._signals:
+                    self._begin(waiting.popleft())
+                for job in [job for job in self.running if job.process and job.process.poll() is not None]:
+                    self._ended(job, told)
+                watch()
+                time.sleep(POLL)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self._signals:
+            so_far = f"stopped; {len(self.done)} of {len(self.sweep.points)} runs are done"
+            raise StoppedError(f"{so_far}; go on with the same command", self._signals[0])
+
+    def _begin(self, point: Point) -> None:
+        folder = self.folder / point.slug
+        asked = folder / "asked.toml"
+        with written_to(folder, "choose another --out"):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(asked, f'preset = "none"\n{point.recipe.to_toml()}'.encode())
+        workers = () if point.recipe.engine.workers else ("--set", f"engine.workers={self.workers}")
+        run = (*FEDFLAT, "run", str(asked), "--out", str(folder), "--resume", *workers)
+        job = Job(point, folder, deque([run, *map(self._following(folder), point.after)]))
+        job.advance(self._environment())
+        self.running.append(job)
+
+    def _following(self, folder: Path) -> Callable[[str], Sequence[str]]:
+        def command(text: str) -> Sequence[str]:
+            name, *options = shlex.split(text)
+            return (*FEDFLAT, name, str(folder), *options, "--json")
+
+        return command
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": str(self.workers), "COLUMNS": "120"}
+
+    def _ended(self, job: Job, told: Callable[[Point, str | None], None]) -> None:
+        assert job.process is not None
+        code = job.process.returncode
+        if code == 0 and not self._signals and job.advance(self._environment()):
+            return
+        self.running.remove(job)
+        if code == 0 and not job.commands:
+            answers = [job.folder / AFTER.format(number) for number in range(1, len(job.point.after) + 1)]
+            save_result(job.folder, job.point, self.sweep.scale, answers)
+            self.done.append(job.point)
+            told(job.point, None)
+        elif not self._signals:
+            self.failed[job.point.slug] = job.complaint(code)
+            told(job.point, self.failed[job.point.slug])
+
+    def _pass_on(self, number: int, _: FrameType | None) -> None:
+        """The first signal lets each run finish its round and save, the second stops them at once."""
+        self._signals.append(number)
+        for job in self.running:
+            if job.process:
+                with suppress(ProcessLookupError):
+                    job.process.send_signal(signal.SIGINT)

@@ -1,0 +1,165 @@
+"""What came of a sweep: a row for each run, and means over the seeds."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from fedflat.errors import RunError
+from fedflat.folder import read_whole, write_whole, written_to
+from fedflat.sweep.plan import Point, Sweep, spelled
+
+METRICS = ("accuracy_last", "accuracy_best", "accuracy_mean_of_last_10", "rounds_to_target", "bytes_up", "bytes_down",
+           "seconds", "consistency")  # fmt: skip
+TAIL = 2**17  # bytes, more than any record of a round
+
+Row = dict[str, Any]
+
+
+def finished(folder: Path, point: Point) -> bool:
+    """Whether the run was done, with this recipe and what follows it."""
+    with suppress(OSError, ValueError, KeyError):
+        return bool(json.loads((folder / "result.json").read_text())["asked"] == point.asked())
+    return False
+
+
+def save_result(folder: Path, point: Point, scale: str, answers: Iterable[Path]) -> None:
+    """Write result.json, which makes the run a finished one of the sweep."""
+    summary, last = json.loads(read_whole(folder / "summary.json")), last_record(folder)
+    metrics = {name: summary.get(name, last.get(name)) for name in METRICS}
+    for path in answers:
+        metrics |= columns(json.loads(read_whole(path)))
+    result = {"values": point.values, "scale": scale, "metrics": metrics, "asked": point.asked()}
+    with written_to(folder, "make room, then give the same command again"):
+        write_whole(folder / "result.json", json.dumps(result, indent=2).encode() + b"\n")
+
+
+def last_record(folder: Path) -> Row:
+    """The last record of a run's metrics; empty before the first round."""
+    with suppress(OSError, ValueError, IndexError), (folder / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, io.SEEK_END) - TAIL))
+        whole = file.read().rpartition(b"\n")[0]
+        return dict(json.loads(whole.splitlines()[-1]))
+    return {}
+
+
+def columns(answer: Any) -> Row:
+    """The numbers of a command that followed a run, under names that say what they are."""
+    if isinstance(answer, list):
+        return _personal(answer)
+    if "layers" in answer:
+        return _duality(answer["layers"])
+    (run,) = answer["runs"]
+    spectrum = run["spectrum"]
+    return {"lambda1": spectrum["eigenvalues"][0], "trace": spectrum["trace_plus_plus"]["mean"]}
+
+
+def _personal(rows: Iterable[Row]) -> Row:
+    found: Row = {}
+    for row in rows:
+        name = "personal_local" if row["how"] == "local" else f"personal_{row['how']}_{row['epochs']}"
+        found |= {name: row["accuracy_after"], f"{name}_std": row["accuracy_after_std"]}
+    return found
+
+
+def _duality(layers: Iterable[Row]) -> Row:
+    """The gap over pairs, Σ σ_w σ_g and |w|, of each layer."""
+    found: Row = {}
+    for row in layers:
+        product = sum(w * g for w, g in zip(row["sigma_w"], row["sigma_g"], strict=True))
+        named = {"gap": row["paired_gap"], "spread": product, "norm": row["weight_norm"]}
+        found |= {f"duality_{row['layer']}_{name}": value for name, value in named.items()}
+    return found
+
+
+def collect(folder: Path, sweep: Sweep) -> list[Row]:
+    """A row for each run of the sweep that is done, in the grid's order."""
+    rows = []
+    for point in sweep.points:
+        if finished(folder / point.slug, point):
+            result = json.loads(read_whole(folder / point.slug / "result.json"))
+            rows.append({**point.values, "scale": result["scale"], **result["metrics"], "asked": result["asked"]})
+    return rows
+
+
+def read_rows(source: Path) -> list[Row]:
+    """The rows of a sweep's directory, or of its results.jsonl."""
+    path = source / "results.jsonl" if source.is_dir() else source
+    if not path.is_file():
+        raise RunError(f"{source}: no results are here (no results.jsonl); give a directory that `fedflat sweep` wrote")
+    try:
+        rows = [json.loads(line) for line in read_whole(path).splitlines()]
+        if all(isinstance(row, dict) and "asked" in row and "scale" in row for row in rows):
+            return rows
+    except ValueError:
+        pass
+    raise RunError(f"{path}: holds a line that is no result of a sweep; let `fedflat sweep` write it anew")
+
+
+def summarised(rows: Sequence[Row]) -> list[Row]:
+    """Means and sample deviations over the seeds; the deviation of a single run is left open.
+
+    >>> rows = [{"method": "fedavg", "seed": seed, "scale": "full", "accuracy_last": 0.5 + seed} for seed in (0, 2)]
+    >>> summarised(rows)[0]["accuracy_last_mean"], round(summarised(rows)[0]["accuracy_last_std"], 3)
+    (1.5, 1.414)
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        place = {field: value for field, value in row.items() if field != "seed" and field in _places(row)}
+        groups.setdefault(json.dumps(place), []).append(row)
+    return [_mean_row(json.loads(place), group) for place, group in groups.items()]
+
+
+def _places(row: Row) -> list[str]:
+    """The grid's fields and the scale: what stands before the metrics."""
+    names = list(row)
+    return names[: names.index("scale") + 1]
+
+
+def _mean_row(place: Row, group: Sequence[Row]) -> Row:
+    row = {**place, "runs": len(group)}
+    for name in list(group[0])[len(_places(group[0])) :]:
+        if name == "asked":
+            continue
+        mean, std = mean_and_std([each.get(name) for each in group])
+        row |= {f"{name}_mean": mean, f"{name}_std": std}
+        if name == "rounds_to_target":
+            row["target_reached"] = sum(each.get(name) is not None for each in group)
+    return row
+
+
+def mean_and_std(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """Of all values; of none where one is missing, as the mean of the rest would say too much.
+
+    >>> mean_and_std([1.0, 3.0]), mean_and_std([1.0, None]), mean_and_std([2.0])
+    ((2.0, 1.4142135623730951), (None, None), (2.0, None))
+    """
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return None, None
+    return fmean(known), stdev(known) if len(known) > 1 else None
+
+
+def write_results(folder: Path, rows: Sequence[Row]) -> None:
+    """results.jsonl and results.csv with a row a run, summary.csv with a row for each place in the grid."""
+    bare = [{name: value for name, value in row.items() if name != "asked"} for row in rows]
+    with written_to(folder, "make room, then give the same command again"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        write_whole(folder / "results.csv", _csv(bare))
+        write_whole(folder / "summary.csv", _csv(summarised(rows)))
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    text = io.StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: "" if value is None else spelled(value) for name, value in row.items()} for row in rows)
+    return text.getvalue().encode()

@@ -1,0 +1,331 @@
+"""Sweeps: grids that say what they mean, runs that go on after anything, and tables of them."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedflat.cli import app
+from fedflat.errors import RecipeError, RunError
+from fedflat.methods import parse
+from fedflat.prepare import prepare
+from fedflat.recipe import load
+from fedflat.run import execute
+from fedflat.sweep import jobs_for, load_sweep, shipped, summarised
+from fedflat.sweep.plan import flattened
+from fedflat.sweep.results import columns, finished, mean_and_std, read_rows, save_result
+
+PATIENCE = 120  # seconds, against hanging only
+GRID = """
+preset = "sol"
+
+[grid]
+method = ["fedavg", "fedsam(0.1)"]
+split.alpha = [0.1, 0.5]
+size = ["small", "large"]
+seed = [0, 1, 2]
+
+[[override]]
+when = { size = "small" }
+set = { local.lr = 0.02 }
+
+[[override]]
+when = { size = "large", method = ["fedavg"] }
+set = { local.lr = 0.03, after = ["flatness --k 1"] }
+
+[[override]]
+when = { size = "large", split.alpha = 0.5 }
+skip = true
+
+[scale.tiny]
+server.rounds = 2
+grid.seed = [7]
+
+[[scale.tiny.override]]
+when = { method = "fedsam(0.1)" }
+set = { method = "fedsam(0.5)" }
+"""
+HELD = '''
+import time
+from pathlib import Path
+from torch import nn
+
+class Held(nn.Module):
+    """It waits while there is a file `hold`, and says so by a file `waits`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x):
+        while Path("hold").exists():
+            Path("waits").touch()
+            time.sleep(0.01)
+        return self.layer(x.flatten(1))
+'''
+
+
+def written(folder, text, name="mine.toml"):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_every_combination_is_a_run_but_those_that_are_skipped(tmp_path):
+    sweep = load_sweep(written(tmp_path, GRID))
+    assert len(sweep.points) == 2 * 3 * 3
+    first, last = sweep.points[0], sweep.points[-1]
+    assert first.values == {"method": "fedavg", "split.alpha": 0.1, "size": "small", "seed": 0}
+    assert first.slug == "fedavg_alpha=0.1_small_seed=0"
+    assert (last.recipe.method, last.recipe.split.alpha, last.recipe.seed) == ("fedsam(0.1)", 0.5, 2)
+
+
+def test_overrides_refine_the_points_that_they_meet(tmp_path):
+    points = {p.slug: p for p in load_sweep(written(tmp_path, GRID)).points}
+    plain, large = points["fedavg_alpha=0.1_small_seed=0"], points["fedavg_alpha=0.1_large_seed=0"]
+    assert (plain.recipe.local.lr, plain.after) == (0.02, ())
+    assert (large.recipe.local.lr, large.after) == (0.03, ("flatness --k 1",))
+    assert points["fedsam-0.1_alpha=0.1_large_seed=0"].recipe.local.lr == load("sol").local.lr
+
+
+def test_a_scale_lies_over_everything_and_set_over_that(tmp_path):
+    sweep = load_sweep(written(tmp_path, GRID), "tiny", ["local.lr=0.5"])
+    assert (sweep.scale, {p.recipe.seed for p in sweep.points}) == ("tiny", {7})
+    assert {p.recipe.server.rounds for p in sweep.points} == {2}
+    assert {p.recipe.local.lr for p in sweep.points} == {0.5}
+    assert {p.recipe.method for p in sweep.points} == {"fedavg", "fedsam(0.5)"}
+
+
+def test_only_takes_the_part_of_the_grid_that_has_these_values(tmp_path):
+    sweep = load_sweep(written(tmp_path, GRID))
+    part = sweep.only(["method=fedavg", "split.alpha=0.1", "seed=0", "seed=2"])
+    assert [p.slug for p in part.points] == [
+        f"fedavg_alpha=0.1_{s}_seed={n}" for s in ("small", "large") for n in (0, 2)
+    ]
+    for wanted, sentence in (
+        (["methd=fedavg"], "--only methd=fedavg: write it as field=value, with one of the grid's fields: method"),
+        (["method=fedavgg"], "--only method=fedavgg: method has no such value in the grid; did you mean fedavg?"),
+        (["size=large", "split.alpha=0.5"], "no run of the grid has all of these"),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            sweep.only(wanted)
+        assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ("[grid]", "[grids]", "mine.toml: there is no [grid]; list there what varies"),
+        ("seed = [0, 1, 2]", "seed = 0", "mine.toml: grid.seed = 0: must be a list of at least one value"),
+        ("seed = [0, 1, 2]", "seed = [0, 0]", "mine.toml: grid.seed: a value is listed twice"),
+        ("split.alpha = [", "split.alhpa = [", "mine.toml: override 3: when.split.alpha is not in the grid"),
+        (
+            "seed = [0, 1, 2]",
+            "sede = [0]",
+            "mine.toml: grid.sede: a recipe has no such field, and no [[override]] says",
+        ),
+        ('"small", "large"', '"small", "large", "huge"', "mine.toml: grid.size: a recipe has no such field, and no"),
+        ('size = "small" }', 'size = "smal" }', "when.size = 'smal' is not in the grid; did you mean small?"),
+        ("skip = true", "skipp = true", "mine.toml: override 3: there is no 'skipp'; it has when, set and skip"),
+        ("flatness --k 1", "rm -r", "mine.toml: after: 'rm -r' cannot follow a run; it may be personalize"),
+        ("local.lr = 0.02", "local.lrr = 0.02", "mine.toml: local.lrr: there is no such field; did you mean local.lr?"),
+        ('preset = "sol"', 'preset = "soul"', "mine.toml: preset = 'soul': there is none of that name"),
+        ("[grid]", "[grid", "mine.toml: not valid TOML"),
+    ],
+)
+def test_a_mistake_in_a_sweep_file_is_one_sentence(tmp_path, before, after, sentence):
+    assert before in GRID
+    with pytest.raises(RecipeError) as caught:
+        load_sweep(written(tmp_path, GRID.replace(before, after, 1)))
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_or_scale_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(RecipeError, match="fedsol-tabel1: no such sweep file.*did you mean fedsol-table1"):
+        load_sweep("fedsol-tabel1")
+    with pytest.raises(RecipeError, match="--scale huge: there is none of that name; known: full, tiny"):
+        load_sweep(written(tmp_path, GRID), "huge")
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.text("ab/.() é'", max_size=150), min_size=1, max_size=6, unique=True))
+def test_every_run_has_a_directory_of_its_own(tmp_path_factory, names):
+    listed = json.dumps(names, ensure_ascii=False)
+    text = f"[grid]\nlabel = {listed}\n[[override]]\nwhen.label = {listed}\nset = {{}}\n"
+    slugs = [p.slug for p in load_sweep(written(tmp_path_factory.mktemp("sweep"), text)).points]
+    assert len({slug.casefold() for slug in slugs}) == len(names)
+    assert all(slug not in ("", ".", "..") and "/" not in slug and len(slug.encode()) <= 100 for slug in slugs)
+
+
+def test_runs_at_a_time_are_bounded_by_cores_memory_and_the_grid():
+    gigabyte = 2**30
+    assert jobs_for(4, 100, None) == 4
+    assert jobs_for(4, 2, 8 * gigabyte) == 2
+    assert jobs_for(4, 100, 3 * gigabyte) == 3
+    assert jobs_for(4, 100, gigabyte // 2) == 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=5), st.floats(-10, 10))
+def test_the_deviation_is_that_of_a_sample_and_knows_no_shift(values, shift):
+    mean, std = mean_and_std(values)
+    assert std**2 == pytest.approx(sum((v - mean) ** 2 for v in values) / (len(values) - 1), abs=1e-6)
+    assert mean_and_std([v + shift for v in values])[1] == pytest.approx(std, abs=1e-6)
+
+
+def test_a_mean_over_seeds_is_left_open_where_a_seed_never_reached_the_target():
+    runs = [{"method": m, "seed": s, "scale": "full", "rounds_to_target": 10 * s or None, "asked": {}}
+            for m in ("a", "b") for s in ((1, 2) if m == "a" else (0, 1))]  # fmt: skip
+    a, b = summarised(runs)
+    assert (a["method"], a["runs"], a["rounds_to_target_mean"], a["target_reached"]) == ("a", 2, 15.0, 2)
+    assert (b["rounds_to_target_mean"], b["rounds_to_target_std"], b["target_reached"]) == (None, None, 1)
+
+
+def test_results_that_are_none_are_a_sentence(tmp_path):
+    with pytest.raises(RunError, match=r"no results are here \(no results.jsonl\)"):
+        read_rows(tmp_path)
+    (tmp_path / "results.jsonl").write_text('{"method": "fedavg"}\n')
+    with pytest.raises(RunError, match=r"results.jsonl: holds a line that is no result of a sweep"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_sweep_that_comes_along_means_something_at_every_scale(name):
+    sizes = []
+    for scale in ("full", "laptop", "tiny"):
+        sweep = load_sweep(name, scale)
+        for method in {str(p.recipe.method): p.recipe.method for p in sweep.points}.values():
+            parse(method)
+        sizes.append(sum(p.recipe.server.rounds for p in sweep.points))
+    assert sizes[0] > sizes[1] > sizes[2] == 2 * len(sweep.points)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_the_tiny_form_of_every_sweep_that_comes_along_runs_two_rounds(name, tmp_path, capsys):
+    points = load_sweep(name, "tiny", ["engine=inline"]).points
+    for point in (points[0], points[-1]):
+        folder = tmp_path / point.slug
+        problem, recipe = prepare(point.recipe)
+        assert (problem.federation.dataset.name, recipe.model.name) == ("digits", "mlp")
+        assert len(execute(problem, recipe, folder).history) == 2
+        answers = []
+        for command in point.after:
+            capsys.readouterr()
+            verb, *options = command.split()
+            app([verb, str(folder), *options, "--json"], standalone_mode=False)
+            answers.append(folder / f"{len(answers)}.json")
+            answers[-1].write_text(capsys.readouterr().out)
+        save_result(folder, point, "tiny", answers)
+        assert finished(folder, point)
+        metrics = json.loads((folder / "result.json").read_text())["metrics"]
+        assert 0 <= metrics["accuracy_last"] <= metrics["accuracy_best"] <= 1
+        assert all(columns(json.loads(answer.read_text())).keys() <= metrics.keys() for answer in answers)
+
+
+def test_what_counts_as_done_is_done_with_this_very_recipe(tmp_path):
+    (point,) = (
+        load_sweep("fedsol-table8", "tiny", ["engine=inline"]).only(["method.scope=all", "method.rho=0.5"]).points
+    )
+    assert not finished(tmp_path, point)
+    problem, recipe = prepare(point.recipe)
+    execute(problem, recipe, tmp_path)
+    save_result(tmp_path, point, "tiny", [])
+    assert finished(tmp_path, point)
+    again = load_sweep("fedsol-table8", "tiny", ["engine.workers=2", "checkpoint.every=1"]).points
+    assert finished(tmp_path, next(p for p in again if p.slug == point.slug))
+    for other in ("local.lr=0.5", "server.rounds=3"):
+        changed = load_sweep("fedsol-table8", "tiny", [other]).points
+        assert not finished(tmp_path, next(p for p in changed if p.slug == point.slug))
+
+
+def fedflat(folder, *arguments):
+    command = [sys.executable, "-m", "fedflat.cli", *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "140"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def until(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def curve(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+def test_a_sweep_that_is_stopped_goes_on_by_the_same_command_past_a_run_that_fails(tmp_path):
+    (tmp_path / "held.py").write_text(HELD)
+    text = """
+        model = "held:Held"
+        split.clients = 4
+        local.steps = 3
+        server.rounds = 3
+        checkpoint.every = 1
+        engine = "inline"
+
+        [grid]
+        local.lr = [0.1, 1e9, 0.05]
+    """
+    sweep = load_sweep(written(tmp_path, text))
+    (tmp_path / "hold").touch()
+    first = fedflat(tmp_path, "sweep", "mine.toml", "--jobs", "1")
+    until((tmp_path / "waits").exists)
+    first.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    (tmp_path / "hold").unlink()
+    _, said = first.communicate(timeout=PATIENCE)
+    assert (first.returncode, "Traceback" in said) == (130, False)
+    assert said.endswith("fedflat: stopped; 0 of 3 runs are done; go on with the same command\n")
+    folder = tmp_path / "sweeps/mine"
+    assert len(curve(folder / "lr=0.1")) == 1
+    assert not (folder / "lr=0.05").exists()
+
+    second = fedflat(tmp_path, "sweep", "mine.toml", "--jobs", "2")
+    shown, said = second.communicate(timeout=PATIENCE)
+    assert (second.returncode, "Traceback" in said) == (5, False)
+    assert "lr=1000000000.0: " in said and "lower local.lr" in said
+    assert "1 of 3 runs failed; see sweeps/mine/lr=1000000000.0/log.txt" in said
+    assert "written to sweeps/mine" in shown
+    rows = list(csv.DictReader((folder / "results.csv").open()))
+    assert [row["local.lr"] for row in rows] == ["0.1", "0.05"]
+    assert [row["local.lr"] for row in csv.DictReader((folder / "summary.csv").open())] == ["0.1", "0.05"]
+    assert [row["local.lr"] for row in read_rows(folder)] == [0.1, 0.05]
+    assert [finished(folder / p.slug, p) for p in sweep.points] == [True, False, True]
+
+    sys.path.insert(0, str(tmp_path))
+    try:
+        problem, recipe = prepare(sweep.points[0].recipe)
+        execute(problem, recipe, tmp_path / "whole")
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert curve(folder / "lr=0.1") == curve(tmp_path / "whole")
+    assert float(rows[0]["accuracy_last"]) == curve(tmp_path / "whole")[-1]["accuracy"]
+
+
+def test_the_commands_of_a_sweep_are_listed_before_they_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    app(["sweep"], standalone_mode=False)
+    assert "fedsol-table1" in capsys.readouterr().out.splitlines()
+    app(["sweep", "fedsol-table8", "--scale", "tiny", "--only", "method.scope=head", "--dry"], standalone_mode=False)
+    assert capsys.readouterr().out.splitlines()[0] == "to do  scope=head_rho=0.5_seed=0"
+    assert not (tmp_path / "sweeps").exists()
+
+
+def test_nested_tables_and_dotted_names_are_the_same_grid():
+    assert flattened({"split": {"alpha": [1]}, "seed": [0]}) == flattened({"split.alpha": [1], "seed": [0]})
