@@ -45,24 +45,22 @@ def exported(run):
     return {path.name: path for path in export(run)}
 
 
-def codes(card):
-    """The card's Python: in PyTorch, in ONNX Runtime."""
-    return re.findall(r"```python\n(.*?)```", card.read_text("utf-8"), re.S)
+def executed(card):
+    """What each piece of the card's Python takes and gives, in a process of its own in which there is no fedflat."""
+    pieces = re.findall(r"```python\n(.*?)```", card.read_text("utf-8"), re.S)
+    name = "images" if "images = " in pieces[0] else "inputs"
+    whole = "import sys\nsys.modules['fedflat'] = None\n"
+    for number, piece in enumerate(pieces):
+        keep = f'np.savez("kept{number}.npz", inputs=np.asarray({name}), logits=np.asarray(logits))'
+        whole += f"{piece}\nimport numpy as np\n{keep}\n"
+    subprocess.run([sys.executable, "-c", whole], cwd=card.parent, check=True, timeout=120)
+    kept = [np.load(card.parent / f"kept{number}.npz") for number in range(len(pieces))]
+    return [(torch.from_numpy(file["inputs"]), torch.from_numpy(file["logits"])) for file in kept]
 
 
-def executed(code, folder):
-    """Inputs and logits of the card's code, in a process of its own in which there is no fedflat."""
-    name = "images" if "images = " in code else "inputs"
-    keep = f'np.savez("kept.npz", inputs=np.asarray({name}), logits=np.asarray(logits))'
-    whole = f"import sys\nsys.modules['fedflat'] = None\nimport numpy as np\n{code}\n{keep}\n"
-    subprocess.run([sys.executable, "-c", whole], cwd=folder, check=True, timeout=120)
-    with np.load(folder / "kept.npz") as kept:
-        return torch.from_numpy(kept["inputs"]), torch.from_numpy(kept["logits"])
-
-
-def answer(run, inputs, federation=None):
+def answer(run, inputs):
     """The logits of the run's model for inputs that are not normalised yet."""
-    problem, _ = load_run(run, federation)
+    problem, _ = load_run(run)
     data = problem.federation.dataset
     with torch.no_grad():
         return problem.network.module(normalise(inputs, data.mean, data.std, inputs.dtype))
@@ -83,15 +81,11 @@ def test_the_tensors_are_the_runs_under_their_plain_names(run, exported):
     assert (facts["mean"], facts["std"]) == ([0.305], [0.376])
 
 
-def test_the_cards_pytorch_runs_without_fedflat_and_gives_the_models_answers(run, exported):
-    inputs, logits = executed(codes(exported["README.md"])[0], exported["README.md"].parent)
-    assert inputs.shape == (4, 1, 8, 8)
-    torch.testing.assert_close(logits, answer(run, inputs), rtol=0, atol=1e-5)
-
-
-def test_the_cards_onnx_runtime_runs_and_gives_the_models_answers(run, exported):
-    inputs, logits = executed(codes(exported["README.md"])[1], exported["README.md"].parent)
-    torch.testing.assert_close(logits, answer(run, inputs), rtol=0, atol=1e-5)
+def test_the_cards_python_runs_without_fedflat_and_gives_the_models_answers(run, exported):
+    pytorch, runtime = executed(exported["README.md"])
+    for inputs, logits in (pytorch, runtime):
+        assert inputs.shape == (4, 1, 8, 8)
+        torch.testing.assert_close(logits, answer(run, inputs), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -168,8 +162,9 @@ def test_a_checkpoint_is_exported_with_its_own_round_and_accuracy(run):
     assert "model.onnx" not in files
     accuracy = json.loads(manifest.read_text())["accuracy"]
     assert f"| **this model**, after round 2 | **{accuracy:.4f}** |" in files["README.md"].read_text("utf-8")
-    inputs, logits = executed(codes(files["README.md"])[0], files["README.md"].parent)
-    torch.testing.assert_close(logits, answer(manifest, inputs), rtol=0, atol=1e-5)
+    weights = load_file(run / "checkpoints/00000002.server.safetensors")["weights"]
+    tensors, module = load_file(files["model.safetensors"]), load_run(manifest)[0].network.module
+    assert torch.equal(torch.cat([tensors[name].flatten() for name, _ in module.named_parameters()]), weights)
 
 
 def test_numbers_that_are_no_pixels_and_double_precision_are_exported_as_they_are(tmp_path):
@@ -180,19 +175,19 @@ def test_numbers_that_are_no_pixels_and_double_precision_are_exported_as_they_ar
     run = finished(tmp_path / "run", *changes)
     card = next(path for path in export(run) if path.name == "README.md")
     assert "`inputs` of shape (N, 5), numbers as in the data set" in card.read_text("utf-8")
-    for code in codes(card):
-        inputs, logits = executed(code, card.parent)
+    for inputs, logits in executed(card):
         assert logits.dtype == torch.float64
         torch.testing.assert_close(logits, answer(run, inputs), rtol=0, atol=1e-6)
 
 
 def test_a_federation_made_in_python_is_exported_in_python(tmp_path, digits):
-    fedflat.train(digits, rounds=1, engine="inline", out=tmp_path / "run")
+    result = fedflat.train(digits, rounds=1, engine="inline", out=tmp_path / "run")
     with pytest.raises(RunError, match=r"its federation was made in Python; there, call fedflat\.export\.export"):
         export(tmp_path / "run")
-    card = next(path for path in export(tmp_path / "run", onnx=False, federation=digits) if path.name == "README.md")
-    inputs, logits = executed(codes(card)[0], card.parent)
-    torch.testing.assert_close(logits, answer(tmp_path / "run", inputs, digits), rtol=0, atol=1e-5)
+    files = {path.name: path for path in export(tmp_path / "run", onnx=False, federation=digits)}
+    assert "The split among 8 clients is made in Python" in files["README.md"].read_text("utf-8")
+    tensors = load_file(files["model.safetensors"])
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in result.model.state_dict().items())
 
 
 class OneSize(nn.Module):

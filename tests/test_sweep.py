@@ -4,18 +4,19 @@ import csv
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from itertools import product
+from multiprocessing import get_context
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedflat.cli import app
+from fedflat.cli import app, main
 from fedflat.errors import RecipeError, RunError
 from fedflat.methods import parse
-from fedflat.prepare import prepare
+from fedflat.prepare import gather, prepare
 from fedflat.recipe import load
 from fedflat.run import execute
 from fedflat.sweep import jobs_for, load_sweep, shipped, summarised
@@ -58,14 +59,14 @@ from pathlib import Path
 from torch import nn
 
 class Held(nn.Module):
-    """It waits while there is a file `hold`, and says so by a file `waits`."""
+    """Once a round is done it waits while there is a file `hold`, and says so by a file `waits`."""
 
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(64, 10)
 
     def forward(self, x):
-        while Path("hold").exists():
+        while Path("hold").exists() and any(p.stat().st_size for p in Path("sweeps").rglob("metrics.jsonl")):
             Path("waits").touch()
             time.sleep(0.01)
         return self.layer(x.flatten(1))
@@ -105,9 +106,8 @@ def test_a_scale_lies_over_everything_and_set_over_that(tmp_path):
 def test_only_takes_the_part_of_the_grid_that_has_these_values(tmp_path):
     sweep = load_sweep(written(tmp_path, GRID))
     part = sweep.only(["method=fedavg", "split.alpha=0.1", "seed=0", "seed=2"])
-    assert [p.slug for p in part.points] == [
-        f"fedavg_alpha=0.1_{s}_seed={n}" for s in ("small", "large") for n in (0, 2)
-    ]
+    assert [(p.values["size"], p.values["seed"]) for p in part.points] == [*product(("small", "large"), (0, 2))]
+    assert {(p.recipe.method, p.recipe.split.alpha) for p in part.points} == {("fedavg", 0.1)}
     for wanted, sentence in (
         (["methd=fedavg"], "--only methd=fedavg: write it as field=value, with one of the grid's fields: method"),
         (["method=fedavgg"], "--only method=fedavgg: method has no such value in the grid; did you mean fedavg?"),
@@ -148,7 +148,7 @@ def test_a_mistake_in_a_sweep_file_is_one_sentence(tmp_path, before, after, sent
 
 
 def test_a_file_or_scale_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(RecipeError, match="fedsol-tabel1: no such sweep file.*did you mean fedsol-table1"):
+    with pytest.raises(RecipeError, match=r"fedsol-tabel1: no such sweep file.*did you mean fedsol-table1"):
         load_sweep("fedsol-tabel1")
     with pytest.raises(RecipeError, match="--scale huge: there is none of that name; known: full, tiny"):
         load_sweep(written(tmp_path, GRID), "huge")
@@ -196,6 +196,22 @@ def test_results_that_are_none_are_a_sentence(tmp_path):
         read_rows(tmp_path)
 
 
+def test_a_recipe_that_is_complete_says_so_and_takes_nothing_from_the_default(tmp_path):
+    for name in shipped():
+        for point in load_sweep(name).points[::17]:
+            assert load(written(tmp_path, f'preset = "none"\n{point.recipe.to_toml()}')) == point.recipe
+
+
+def test_a_limit_leaves_so_many_training_samples_by_the_splits_seed_and_all_test_samples():
+    whole, some = (gather(load(None, ["split.seed=3", f"data.limit={n}"])).dataset for n in (0, 100))
+    assert (len(some.train), len(some.test)) == (100, len(whole.test))
+    again, other = (gather(load(None, ["data.limit=100", f"split.seed={n}", "seed=9"])).dataset for n in (3, 4))
+    assert some.train.inputs.equal(again.train.inputs)
+    assert not some.train.inputs.equal(other.train.inputs)
+    rows = {tuple(row) for row in whole.train.inputs.flatten(1).tolist()}
+    assert all(tuple(row) in rows for row in some.train.inputs.flatten(1).tolist())
+
+
 @pytest.mark.parametrize("name", shipped())
 def test_every_sweep_that_comes_along_means_something_at_every_scale(name):
     sizes = []
@@ -230,9 +246,8 @@ def test_the_tiny_form_of_every_sweep_that_comes_along_runs_two_rounds(name, tmp
 
 
 def test_what_counts_as_done_is_done_with_this_very_recipe(tmp_path):
-    (point,) = (
-        load_sweep("fedsol-table8", "tiny", ["engine=inline"]).only(["method.scope=all", "method.rho=0.5"]).points
-    )
+    tiny = load_sweep("fedsol-table8", "tiny", ["engine=inline"])
+    (point,) = tiny.only(["method.scope=all", "method.rho=0.5"]).points
     assert not finished(tmp_path, point)
     problem, recipe = prepare(point.recipe)
     execute(problem, recipe, tmp_path)
@@ -245,16 +260,28 @@ def test_what_counts_as_done_is_done_with_this_very_recipe(tmp_path):
         assert not finished(tmp_path, next(p for p in changed if p.slug == point.slug))
 
 
-def fedflat(folder, *arguments):
-    command = [sys.executable, "-m", "fedflat.cli", *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "140"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+class Command:
+    """`fedflat …` in a process of its own, forked so that what it imports is there already."""
+
+    def __init__(self, folder, *arguments):
+        self._said = folder / f"said-{time.monotonic_ns()}.txt"
+        self._process = get_context("fork").Process(target=self._main, args=(folder, arguments))
+        self._process.start()
+
+    def _main(self, folder, arguments):
+        os.chdir(folder)
+        os.environ["COLUMNS"] = "140"
+        sys.stdout = sys.stderr = self._said.open("w", buffering=1)
+        sys.argv = ["fedflat", *arguments]
+        main()
+
+    def interrupt(self):
+        os.kill(self._process.pid, signal.SIGINT)
+
+    def ended(self):
+        """The exit code, and all that was said."""
+        self._process.join(PATIENCE)
+        return self._process.exitcode, self._said.read_text()
 
 
 def until(condition):
@@ -280,42 +307,41 @@ def test_a_sweep_that_is_stopped_goes_on_by_the_same_command_past_a_run_that_fai
         engine = "inline"
 
         [grid]
-        local.lr = [0.1, 1e9, 0.05]
+        local.lr = [1e9, 0.1]
     """
     sweep = load_sweep(written(tmp_path, text))
     (tmp_path / "hold").touch()
-    first = fedflat(tmp_path, "sweep", "mine.toml", "--jobs", "1")
+    first = Command(tmp_path, "sweep", "mine.toml", "--only", "local.lr=0.1")
     until((tmp_path / "waits").exists)
-    first.send_signal(signal.SIGINT)
-    time.sleep(0.2)
+    first.interrupt()
+    log = tmp_path / "sweeps/mine/lr=0.1/log.txt"
+    until(lambda: "this round is finished and saved before it stops" in log.read_text())
     (tmp_path / "hold").unlink()
-    _, said = first.communicate(timeout=PATIENCE)
-    assert (first.returncode, "Traceback" in said) == (130, False)
-    assert said.endswith("fedflat: stopped; 0 of 3 runs are done; go on with the same command\n")
+    code, said = first.ended()
+    assert (code, "Traceback" in said) == (130, False)
+    assert said.endswith("fedflat: stopped; 0 of 1 runs are done; go on with the same command\n")
     folder = tmp_path / "sweeps/mine"
-    assert len(curve(folder / "lr=0.1")) == 1
-    assert not (folder / "lr=0.05").exists()
+    assert len(curve(folder / "lr=0.1")) == 2
 
-    second = fedflat(tmp_path, "sweep", "mine.toml", "--jobs", "2")
-    shown, said = second.communicate(timeout=PATIENCE)
-    assert (second.returncode, "Traceback" in said) == (5, False)
+    code, said = Command(tmp_path, "sweep", "mine.toml", "--jobs", "1").ended()
+    assert (code, "Traceback" in said) == (5, False)
     assert "lr=1000000000.0: " in said and "lower local.lr" in said
-    assert "1 of 3 runs failed; see sweeps/mine/lr=1000000000.0/log.txt" in said
-    assert "written to sweeps/mine" in shown
-    rows = list(csv.DictReader((folder / "results.csv").open()))
-    assert [row["local.lr"] for row in rows] == ["0.1", "0.05"]
-    assert [row["local.lr"] for row in csv.DictReader((folder / "summary.csv").open())] == ["0.1", "0.05"]
-    assert [row["local.lr"] for row in read_rows(folder)] == [0.1, 0.05]
-    assert [finished(folder / p.slug, p) for p in sweep.points] == [True, False, True]
+    assert "1 of 2 runs failed; see sweeps/mine/lr=1000000000.0/log.txt" in said
+    assert "written to sweeps/mine" in said
+    (row,) = read_rows(folder)
+    for table, name in (("results.csv", "accuracy_last"), ("summary.csv", "accuracy_last_mean")):
+        (written_row,) = csv.DictReader((folder / table).read_text().splitlines())
+        assert (written_row["local.lr"], float(written_row[name])) == ("0.1", row["accuracy_last"])
+    assert [finished(folder / p.slug, p) for p in sweep.points] == [False, True]
 
     sys.path.insert(0, str(tmp_path))
     try:
-        problem, recipe = prepare(sweep.points[0].recipe)
+        problem, recipe = prepare(sweep.points[1].recipe)
         execute(problem, recipe, tmp_path / "whole")
     finally:
         sys.path.remove(str(tmp_path))
     assert curve(folder / "lr=0.1") == curve(tmp_path / "whole")
-    assert float(rows[0]["accuracy_last"]) == curve(tmp_path / "whole")[-1]["accuracy"]
+    assert row["accuracy_last"] == curve(tmp_path / "whole")[-1]["accuracy"]
 
 
 def test_the_commands_of_a_sweep_are_listed_before_they_run(tmp_path, capsys, monkeypatch):
@@ -323,7 +349,7 @@ def test_the_commands_of_a_sweep_are_listed_before_they_run(tmp_path, capsys, mo
     app(["sweep"], standalone_mode=False)
     assert "fedsol-table1" in capsys.readouterr().out.splitlines()
     app(["sweep", "fedsol-table8", "--scale", "tiny", "--only", "method.scope=head", "--dry"], standalone_mode=False)
-    assert capsys.readouterr().out.splitlines()[0] == "to do  scope=head_rho=0.5_seed=0"
+    assert capsys.readouterr().out.splitlines()[0] == "to do  head_rho=0.5_seed=0"
     assert not (tmp_path / "sweeps").exists()
 
 

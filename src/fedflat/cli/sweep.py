@@ -127,6 +127,8 @@ class SweepProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._looked = 0.0
+        self.look()
         self._bars.stop()
 
     def look(self) -> None:
@@ -145,7 +147,7 @@ class SweepProgress:
                 self._tasks[slug] = self._bars.add_task(f"  {slug}", total=job.point.recipe.server.rounds, found="")
             record = last_record(job.folder)
             accuracy = record.get("accuracy")
-            found = "" if accuracy is None else f"accuracy {accuracy:.4f}"
+            found = job.doing or ("" if accuracy is None else f"accuracy {accuracy:.4f}")
             self._bars.update(self._tasks[slug], completed=record.get("round", 0), found=found)
             rounds += record.get("round", 0)
         self._bars.update(self._whole, completed=rounds, found=self._count())

@@ -88,8 +88,8 @@ def _assembled(content: Content, script: str, most: int) -> bytes:
     shown = [each for each in made if each]
     own = _asset("page.js")
     parts = {
-        "title": escape(sections.setting(content.lines[0].recipe)),
-        "policy": f"{_hash(script)} {_hash(own)} 'unsafe-eval'",
+        "title": escape(sections.subject(content.lines)),
+        "policy": f"{_hash(script)} {_hash(own)}",
         "style": _asset("page.css"),
         "switches": "".join(switch(place, line.name) for place, line in enumerate(content.lines)),
         "links": "".join(each.link() for each in shown),

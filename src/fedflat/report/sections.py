@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from fedflat.flatness import Landscape
-from fedflat.recipe import Recipe
 from fedflat.report import figures
 from fedflat.report.flatness import duality_cells, flatness_cells
 from fedflat.report.lines import Band, Line, differing
@@ -49,9 +48,11 @@ class Content:
         return self.lines[place].name
 
 
-def setting(recipe: Recipe) -> str:
-    """What a recipe trains on what, in half a sentence."""
-    return f"{recipe.model.name} on {recipe.data.name}, {recipe.split.clients} clients"
+def subject(lines: Sequence[Line]) -> str:
+    """What is trained on what, in half a sentence."""
+    recipes = [line.recipe for line in lines]
+    told = [f"{recipe.model.name} on {recipe.data.name}, {recipe.split.clients} clients" for recipe in recipes]
+    return "; ".join(dict.fromkeys(told))
 
 
 def overview(content: Content) -> Section | None:
@@ -212,7 +213,9 @@ def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
             ("curvature", "λ₁ of the layer's block", "Curvature of the layer's weights"),
         )
     )
-    note = f"The first seed of each line, on the mean loss of {samples} training samples; docs/flatness.md says what each number is."
+    note = (
+        f"The first seed of each line, on the mean loss of {samples} training samples, without decay or augmentation."
+    )
     return section("flatness", "How flat the minima are", note, _beside("Flatness", columns), grid(plots))
 
 

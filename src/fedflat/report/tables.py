@@ -197,13 +197,13 @@ def settings_notes(name: str, rows: Sequence[Row]) -> list[str]:
     """Each setting in which the runs differ from the sweep of that name at full scale."""
     if name not in shipped():
         return [f"There is no sweep file {name} to compare the settings with."]
-    full = {_place(point.values): point for point in load_sweep(name).points}
-    seeds = {point.values.get("seed", 0) for point in full.values()}
-    wanted = {key: flattened(point.asked()) for key, point in full.items()}
+    points = load_sweep(name).points
+    fields, seeds = list(points[0].values), {point.values.get("seed", 0) for point in points}
+    wanted = {_place(point.values, fields): flattened(point.asked()) for point in points}
     counted: Counter[tuple[str, str, str]] = Counter()
     strangers = 0
     for row in rows:
-        paper, ours = wanted.get(_place(row, next(iter(full.values())).values)), flattened(row["asked"])
+        paper, ours = wanted.get(_place(row, fields)), flattened(row["asked"])
         strangers += paper is None
         counted.update(_differing(paper or ours, ours))
     notes = [
@@ -218,9 +218,9 @@ def settings_notes(name: str, rows: Sequence[Row]) -> list[str]:
     return notes or ["The settings are those of the sweep at full scale."]
 
 
-def _place(values: Mapping[str, Any], fields: Iterable[str] | None = None) -> tuple[str, ...]:
+def _place(values: Mapping[str, Any], fields: Iterable[str]) -> tuple[str, ...]:
     """Where in the grid, whatever the seed."""
-    return tuple(spelled(values.get(field)) for field in fields or values if field != "seed")
+    return tuple(spelled(values.get(field)) for field in fields if field != "seed")
 
 
 def _differing(paper: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

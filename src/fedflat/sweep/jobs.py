@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from fedflat.errors import StoppedError
+from fedflat.errors import FedflatError, StoppedError
 from fedflat.folder import write_whole, written_to
 from fedflat.sweep.plan import Point, Sweep
-from fedflat.sweep.results import finished, save_result
+from fedflat.sweep.results import GO_ON, finished, save_result
 
 MEMORY = 2**30  # bytes that a run is taken to need
 POLL = 0.1  # seconds between two looks at the processes
@@ -51,7 +51,8 @@ class Job:
     folder: Path
     commands: deque[Sequence[str]]
     process: subprocess.Popen[bytes] | None = None
-    begun: float = field(default_factory=time.monotonic)
+    doing: str = ""
+    told: int = 0
 
     def advance(self, environment: dict[str, str]) -> bool:
         """Start the next command, if there is one."""
@@ -59,7 +60,9 @@ class Job:
             return False
         command = self.commands.popleft()
         number = len(self.point.after) - len(self.commands)
+        self.doing = self.point.after[number - 1].split()[0] if number else ""
         with ExitStack() as stack:
+            stack.enter_context(written_to(self.folder, GO_ON))
             log = stack.enter_context((self.folder / "log.txt").open("ab"))
             answer = stack.enter_context((self.folder / AFTER.format(number)).open("wb")) if number else log
             # In a session of its own, or an interrupt from the terminal would reach it twice.
@@ -67,6 +70,13 @@ class Job:
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=answer, stderr=log, start_new_session=True
             )
         return True
+
+    def interrupt(self, times: int) -> None:
+        """See to it that so many interrupts have reached the process."""
+        while self.process and self.told < times:
+            self.told += 1
+            with suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGINT)
 
     def complaint(self, code: int) -> str:
         """Why it failed, in a sentence: its own last one."""
@@ -94,22 +104,34 @@ class Jobs:
     def run(self, watch: Callable[[], None], told: Callable[[Point, str | None], None]) -> None:
         """Everything that is not done yet; raises `StoppedError` once a signal came and the runs have saved."""
         self.done = [point for point in self.sweep.points if finished(self.folder / point.slug, point)]
-        waiting = deque(point for point in self.sweep.points if point not in self.done)
-        before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        over = {point.slug for point in self.done}
+        waiting = deque(point for point in self.sweep.points if point.slug not in over)
+        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while self.running or (waiting and not self._signals):
                 while waiting and len(self.running) < self.jobs and not self._signals:
                     self._begin(waiting.popleft())
+                for job in self.running:
+                    job.interrupt(len(self._signals))
                 for job in [job for job in self.running if job.process and job.process.poll() is not None]:
                     self._ended(job, told)
                 watch()
                 time.sleep(POLL)
         finally:
+            self._let_go()
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self._signals:
             so_far = f"stopped; {len(self.done)} of {len(self.sweep.points)} runs are done"
             raise StoppedError(f"{so_far}; go on with the same command", self._signals[0])
+
+    def _let_go(self) -> None:
+        """Whatever ended the sweep, no run is left behind by it."""
+        for job in self.running:
+            job.interrupt(1)
+        for job in self.running:
+            if job.process:
+                job.process.wait()
 
     def _begin(self, point: Point) -> None:
         folder = self.folder / point.slug
@@ -139,19 +161,25 @@ class Jobs:
         if code == 0 and not self._signals and job.advance(self._environment()):
             return
         self.running.remove(job)
-        if code == 0 and not job.commands:
-            answers = [job.folder / AFTER.format(number) for number in range(1, len(job.point.after) + 1)]
-            save_result(job.folder, job.point, self.sweep.scale, answers)
+        stopped = bool(code or job.commands)
+        if stopped and self._signals:
+            return
+        complaint = job.complaint(code) if stopped else self._save(job)
+        if complaint:
+            self.failed[job.point.slug] = complaint
+        else:
             self.done.append(job.point)
-            told(job.point, None)
-        elif not self._signals:
-            self.failed[job.point.slug] = job.complaint(code)
-            told(job.point, self.failed[job.point.slug])
+        told(job.point, complaint)
 
-    def _pass_on(self, number: int, _: FrameType | None) -> None:
+    def _save(self, job: Job) -> str | None:
+        """Make a row of what came of a run, or say why that cannot be."""
+        answers = [job.folder / AFTER.format(number) for number in range(1, len(job.point.after) + 1)]
+        try:
+            save_result(job.folder, job.point, self.sweep.scale, answers)
+        except (FedflatError, ValueError) as error:
+            return str(error)
+        return None
+
+    def _note(self, number: int, _: FrameType | None) -> None:
         """The first signal lets each run finish its round and save, the second stops them at once."""
         self._signals.append(number)
-        for job in self.running:
-            if job.process:
-                with suppress(ProcessLookupError):
-                    job.process.send_signal(signal.SIGINT)

@@ -266,7 +266,7 @@ def _slug(values: Table) -> str:
 
 
 def _told_apart(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Names that are empty, too long, or the same but for what a directory cannot show end in a digest of the values."""
+    """Names that are empty, too long, or the same but for what a directory cannot show end in the values' digest."""
     shared = Counter(point.slug.casefold() for point in points)
     named = []
     for point in points:

@@ -17,6 +17,7 @@ from fedflat.sweep.plan import Point, Sweep, spelled
 
 METRICS = ("accuracy_last", "accuracy_best", "accuracy_mean_of_last_10", "rounds_to_target", "bytes_up", "bytes_down",
            "seconds", "consistency")  # fmt: skip
+GO_ON = "make room, then give the same command again"
 TAIL = 2**17  # bytes, more than any record of a round
 
 Row = dict[str, Any]
@@ -36,7 +37,7 @@ def save_result(folder: Path, point: Point, scale: str, answers: Iterable[Path])
     for path in answers:
         metrics |= columns(json.loads(read_whole(path)))
     result = {"values": point.values, "scale": scale, "metrics": metrics, "asked": point.asked()}
-    with written_to(folder, "make room, then give the same command again"):
+    with written_to(folder, GO_ON):
         write_whole(folder / "result.json", json.dumps(result, indent=2).encode() + b"\n")
 
 
@@ -149,7 +150,7 @@ def mean_and_std(values: Sequence[float | None]) -> tuple[float | None, float | 
 def write_results(folder: Path, rows: Sequence[Row]) -> None:
     """results.jsonl and results.csv with a row a run, summary.csv with a row for each place in the grid."""
     bare = [{name: value for name, value in row.items() if name != "asked"} for row in rows]
-    with written_to(folder, "make room, then give the same command again"):
+    with written_to(folder, GO_ON):
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
         write_whole(folder / "results.csv", _csv(bare))

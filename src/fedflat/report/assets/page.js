@@ -43,7 +43,6 @@ function shown(figure) {
 
 const boxes = [...document.querySelectorAll("[data-switch]")];
 const on = (place) => boxes[place].checked;
-const draw = (canvas) => Plotly.react(canvas, ...shown(figures[canvas.dataset.figure]));
 const visible = (canvas) => !canvas.closest("[hidden]");
 const say = (text) => { document.getElementById("said").textContent = text; };
 
@@ -67,8 +66,8 @@ const formButton = document.getElementById("form");
 formButton?.addEventListener("click", () => {
   form = form === "map" ? "surface" : "map";
   formButton.setAttribute("aria-pressed", String(form === "map"));
-  surfaces.forEach((canvas) => Plotly.purge(canvas));
-  surfaces.filter(visible).forEach(begin);
+  surfaces.forEach((canvas) => { Plotly.purge(canvas); canvas.linked = false; });
+  surfaces.filter(visible).forEach(draw);
 });
 formButton?.setAttribute("aria-pressed", String(form === "map"));
 
@@ -81,12 +80,13 @@ function turn(camera, from) {
   Promise.all(others.map((canvas) => Plotly.relayout(canvas, { "scene.camera": camera }))).finally(() => { turning = false; });
 }
 
-function begin(canvas) {
-  return draw(canvas).then(() => {
-    if (figures[canvas.dataset.figure].forms && form === "surface") {
-      canvas.on("plotly_relayout", (change) => { if (change["scene.camera"]) turn(change["scene.camera"], canvas); });
-    }
-  });
+async function draw(canvas) {
+  const figure = figures[canvas.dataset.figure];
+  await Plotly.react(canvas, ...shown(figure));
+  if (figure.forms && form === "surface" && !canvas.linked) {
+    canvas.linked = true;
+    canvas.on("plotly_relayout", (change) => { if (change["scene.camera"]) turn(change["scene.camera"], canvas); });
+  }
 }
 
 const STEP = Math.PI / 12;
@@ -112,6 +112,6 @@ document.querySelectorAll(".copy").forEach((button) => button.addEventListener("
 
 // Fixed heights keep the page still while the plots come one after the other.
 (async () => {
-  for (const canvas of canvases) await begin(canvas);
+  for (const canvas of canvases) await draw(canvas);
   root.dataset.drawn = "true";
 })();

@@ -1,0 +1,189 @@
+"""The papers' tables: golden files, and published numbers that fit the sweeps that come along.
+
+`FEDFLAT_GOLDEN=write pytest tests/report/test_tables.py` writes the golden files anew.
+"""
+
+import math
+import os
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedflat.cli import app
+from fedflat.errors import RecipeError
+from fedflat.report.sheets import FORMS, Cell, Sheet, latex, markdown, page
+from fedflat.report.tables import compared, published, published_names, settings_notes
+from fedflat.sweep import load_sweep
+from fedflat.sweep.results import METRICS
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MEASURED = {*METRICS, "lambda1", "trace", "personal_local"}
+
+
+def rows(name, scale="full", metric="accuracy_last", **wanted):
+    """A result for every run of a sweep, whose numbers count up from 0.6; or of those with the wanted grid values."""
+    points = [p for p in load_sweep(name, scale).points if wanted.items() <= p.values.items()]
+    results = [{**p.values, "scale": scale, metric: 0.6 + n / 1000, "asked": p.asked()} for n, p in enumerate(points)]
+    assert results
+    return results
+
+
+def cells(sheet):
+    """The texts of a sheet by block and line: cells(sheet)["FedAvg"]["ours"]."""
+    return {block[0][0]: {kind: [cell.text for cell in line] for _, kind, line in block} for block in sheet.blocks}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_table_is_as_in_its_golden_file(form):
+    results = rows("fedsol-table7", "tiny", setting="CIFAR-10")
+    results += [{**row, "seed": 1, "accuracy_last": row["accuracy_last"] + 0.004} for row in results]
+    written = FORMS[form](compared(published("fedsol-table7"), results))
+    golden = GOLDEN / f"fedsol-table7.{ {'terminal': 'txt', 'markdown': 'md', 'latex': 'tex'}.get(form, form) }"
+    if os.environ.get("FEDFLAT_GOLDEN") == "write":
+        golden.write_text(written, "utf-8")
+    assert written == golden.read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", published_names())
+def test_every_published_number_has_its_runs_in_the_sweep_of_that_name(name):
+    table, points = published(name), load_sweep(name).points
+    used = set()
+    for (i, row), (j, column) in product(enumerate(table.rows), enumerate(table.columns)):
+        wanted = {**row.match, **column.match}
+        found = [p.slug for p in points if wanted.items() <= p.values.items()]
+        assert found or table.values[i][j] is None, wanted
+        used |= set(found)
+        metric = row.metric or column.metric or table.metric
+        assert metric in MEASURED or re.match(r"personal_(finetune|knn)_[15]$|duality_fc2_", metric)
+    assert used == {p.slug for p in points}
+
+
+@pytest.mark.parametrize("name", published_names())
+def test_a_table_without_results_shows_what_was_published(name):
+    table = published(name)
+    sheet = compared(table, [])
+    assert {kind for block in sheet.blocks for _, kind, _ in block} == {"paper"}
+    assert all(len(line) == len(table.columns) for block in sheet.blocks for *_, line in block)
+
+
+def test_ours_stands_below_the_papers_with_the_difference():
+    results = rows("fedsmoo-table1", metric="accuracy_best", setting="CIFAR-10 u=0.6", participation="10%-100")
+    fedavg = [{**row, "accuracy_best": value} for row, value in zip(results, (0.79, 0.81), strict=False)]
+    block = cells(compared(published("fedsmoo-table1"), fedavg))["10 %–100 FedAvg"]
+    assert block["paper"][0] == "79.52 ± 0.13"
+    assert block["ours"][0] == f"80.00 ± {100 * math.sqrt(2 * 0.01**2):.2f}"
+    assert block["Δ"][0] == "+0.48"
+    assert (block["ours"][1], block["Δ"][1]) == ("–", "–")
+
+
+def test_the_papers_best_numbers_are_the_bold_ones_of_the_slides():
+    bold = {
+        (block[0][0], j)
+        for block in compared(published("fedsmoo-table1"), []).blocks
+        for j, cell in enumerate(block[0][2])
+        if cell.bold
+    }
+    parts = ("10 %–100", "5 %–200")
+    assert bold == {(f"{p} {'MoFedSAM' if j == 4 else 'FedSMOO'}", j) for p in parts for j in range(8)}
+
+
+def test_the_papers_arrows_that_contradict_its_numbers_are_those_of_the_note():
+    table = published("fedsol-table1")
+    wrong = set()
+    for row, values in zip(table.rows[1:], table.values[1:], strict=True):
+        for column, value, reference in zip(table.columns, values, table.values[0], strict=True):
+            if ("↑" in value.text) != (value.mean > reference.mean):
+                wrong.add((row.heads[0], " ".join(column.heads[1:])))
+    assert wrong == {
+        ("FedNTD", "CIFAR-10 s = 5"),
+        ("FedASAM", "CIFAR-10 s = 5"),
+        ("FedSoL", "CIFAR-10 s = 5"),
+        ("FedASAM", "SVHN s = 2"),
+        ("FedProx", "CIFAR-10 α = 0.5"),
+        ("FedASAM", "TissueMNIST α = 0.1"),
+    }
+
+
+def test_our_arrows_compare_with_our_baseline():
+    results = rows("fedsol-table1", setting="CIFAR-10 s=2", seed=0)
+    values = {"fedavg": 0.5, "fedprox(1.0)": 0.6, "fednova": 0.4, "fedntd": 0.5}
+    results = [{**row, "accuracy_last": values[row["method"]]} for row in results if row["method"] in values]
+    block = cells(compared(published("fedsol-table1"), results))
+    shown = {name: block[name]["ours"][0] for name in ("FedAvg", "FedProx", "FedNova", "FedNTD")}
+    assert shown == {"FedAvg": "50.00", "FedProx": "60.00 ↑", "FedNova": "40.00 ↓", "FedNTD": "50.00"}
+
+
+def test_a_target_that_is_never_reached_is_shown_as_more_than_all_rounds():
+    results = rows("man-rounds", metric="rounds_to_target", setting="CIFAR-100 IID", method="feddc(0.01)")
+    for reached, shown, difference in (
+        ((None, None, None), "500+", "–"),
+        ((None, 10, 20), "15 (2 of 3 seeds)", "–"),
+        ((280, 290, 300), "290 ± 10", "+1"),
+    ):
+        some = [{**row, "rounds_to_target": value} for row, value in zip(results, reached, strict=True)]
+        block = cells(compared(published("man-rounds"), some))["FedDC"]
+        assert (block["ours"][2], block["Δ"][2]) == (shown, difference)
+
+
+def test_a_metric_with_a_deviation_of_its_own_shows_that():
+    (row,) = rows("fedsol-table5", metric="personal_knn_5", setting="SVHN", method="fedavg")
+    block = cells(compared(published("fedsol-table5"), [{**row, "personal_knn_5": 0.9, "personal_knn_5_std": 0.07}]))
+    assert block["kNN-Per, e = 5"]["ours"] == ["–", "90.0 ± 7.0", "–"]
+    assert block["kNN-Per, e = 5"]["Δ"][1] == "−2.8"
+
+
+def test_runs_of_one_sweep_serve_another_table():
+    results = rows("man-accuracy", metric="rounds_to_target", setting="CIFAR-100 IID")
+    sheet = compared(published("man-rounds"), results)
+    assert "The settings are those of the sweep at full scale." in sheet.notes
+    assert cells(sheet)["FedDC + MAN"]["ours"][2] != "–"
+
+
+def test_what_differs_in_the_settings_is_said():
+    assert settings_notes("fedsol-table6", rows("fedsol-table6")) == [
+        "The settings are those of the sweep at full scale."
+    ]
+    notes = settings_notes("fedsol-table6", rows("fedsol-table6", "laptop"))
+    assert "server.rounds: 300 in the paper, 30 here" in notes
+    assert "data.limit: 0 in the paper, 10000 here" in notes
+    assert "seeds: 3 in the sweep, 1 here" in notes
+    assert not [note for note in notes if note.startswith(("data.mean", "local."))]
+    changed = rows("fedsol-table6")
+    changed[0]["asked"]["local"]["lr"] = 0.5
+    assert settings_notes("fedsol-table6", changed) == ["local.lr: 0.01 in the paper, 0.5 here (1 of 21 runs)"]
+
+
+def test_results_of_two_scales_are_not_mixed():
+    both = rows("fedsol-table6", "laptop") + rows("fedsol-table6", "tiny")
+    with pytest.raises(RecipeError, match="results of the scales laptop and tiny in one table"):
+        compared(published("fedsol-table6"), both)
+
+
+def test_a_table_that_there_is_not_is_named():
+    with pytest.raises(RecipeError, match="there is no table 'fedsol-tabel1'; did you mean fedsol-table1"):
+        published("fedsol-tabel1")
+
+
+@given(st.text(min_size=1).filter(str.isprintable))
+def test_no_text_can_break_out_of_a_cell(text):
+    sheet = Sheet("title", [["head"]], [[("name", "ours", [Cell(text, bold=True)])]])
+    assert page(sheet).count("<") == page(Sheet("title", [["head"]], [[("name", "ours", [Cell("x", True)])]])).count(
+        "<"
+    )
+    (line,) = [line for line in markdown(sheet).splitlines() if line.startswith("| name")]
+    assert len(re.findall(r"(?<!\\)\|", line)) == 4
+    (line,) = [line for line in latex(sheet).splitlines() if line.startswith("name & ours")]
+    assert len(re.findall(r"(?<!\\)&", line)) == 2 and not re.search(r"(?<!\\)[%#]", line)
+
+
+def test_the_command_writes_a_table_to_a_file(tmp_path, capsys):
+    app(["table"], standalone_mode=False)
+    assert capsys.readouterr().out.splitlines() == published_names()
+    app(["table", "fedsmoo-table2", "--format", "latex", "-o", str(tmp_path / "t.tex")], standalone_mode=False)
+    assert r"\multicolumn{2}{c}{FedSAM}" in (tmp_path / "t.tex").read_text()
+    with pytest.raises(RecipeError, match="there is no directory"):
+        app(["table", "fedsmoo-table2", "-o", str(tmp_path / "no" / "t.txt")], standalone_mode=False)
