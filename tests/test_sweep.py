@@ -3,11 +3,13 @@
 import csv
 import json
 import os
+import re
 import signal
 import sys
 import time
 from itertools import product
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -137,6 +139,9 @@ def test_only_takes_the_part_of_the_grid_that_has_these_values(tmp_path):
         ("local.lr = 0.02", "local.lrr = 0.02", "mine.toml: local.lrr: there is no such field; did you mean local.lr?"),
         ('preset = "sol"', 'preset = "soul"', "mine.toml: preset = 'soul': there is none of that name"),
         ("[grid]", "[grid", "mine.toml: not valid TOML"),
+        ("[grid]", "grid = 3\n[grids]", "mine.toml: grid = 3: must be a table"),
+        ("set = { local.lr = 0.02 }", "set = 0.02", "mine.toml: set = 0.02: must be a table"),
+        ('when = { size = "large", split.alpha = 0.5 }', "", "mine.toml: every run of the grid is skipped"),
     ],
 )
 def test_a_mistake_in_a_sweep_file_is_one_sentence(tmp_path, before, after, sentence):
@@ -145,6 +150,12 @@ def test_a_mistake_in_a_sweep_file_is_one_sentence(tmp_path, before, after, sent
         load_sweep(written(tmp_path, GRID.replace(before, after, 1)))
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_override_is_one_of_a_list(tmp_path):
+    for text in ("override = 3\n[grid]\nseed = [0]", "[override]\nwhen = { seed = 0 }\n[grid]\nseed = [0]"):
+        with pytest.raises(RecipeError, match=r"override: write each one below a line \[\[override\]\]"):
+            load_sweep(written(tmp_path, text))
 
 
 def test_a_file_or_scale_that_is_not_there_is_named(tmp_path):
@@ -351,6 +362,12 @@ def test_the_commands_of_a_sweep_are_listed_before_they_run(tmp_path, capsys, mo
     app(["sweep", "fedsol-table8", "--scale", "tiny", "--only", "method.scope=head", "--dry"], standalone_mode=False)
     assert capsys.readouterr().out.splitlines()[0] == "to do  head_rho=0.5_seed=0"
     assert not (tmp_path / "sweeps").exists()
+
+
+def test_the_sweep_of_the_docs_is_one(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", (Path(__file__).parents[1] / "docs/sweeps.md").read_text("utf-8"), re.S)
+    assert len(load_sweep(written(tmp_path, text)).points) == (3 + 1) * 2 * 3
+    assert len(load_sweep(written(tmp_path, text), "laptop").points) == (3 + 1) * 2
 
 
 def test_nested_tables_and_dotted_names_are_the_same_grid():

@@ -136,6 +136,12 @@ def test_a_metric_with_a_deviation_of_its_own_shows_that():
     assert block["kNN-Per, e = 5"]["Δ"][1] == "−2.8"
 
 
+def test_where_no_number_was_published_only_ours_is_shown():
+    block = cells(compared(published("duality"), rows("duality", metric="duality_fc2_gap", method="fedavg", seed=0)))
+    assert block["FedAvg"].keys() == {"ours"}
+    assert block["FedAvg"]["ours"][1:] == ["–", "–"]
+
+
 def test_runs_of_one_sweep_serve_another_table():
     results = rows("man-accuracy", metric="rounds_to_target", setting="CIFAR-100 IID")
     sheet = compared(published("man-rounds"), results)
@@ -148,13 +154,13 @@ def test_what_differs_in_the_settings_is_said():
         "The settings are those of the sweep at full scale."
     ]
     notes = settings_notes("fedsol-table6", rows("fedsol-table6", "laptop"))
-    assert "server.rounds: 300 in the paper, 30 here" in notes
-    assert "data.limit: 0 in the paper, 10000 here" in notes
-    assert "seeds: 3 in the sweep, 1 here" in notes
+    assert "server.rounds: 300 at full scale, 30 here" in notes
+    assert "data.limit: 0 at full scale, 10000 here" in notes
+    assert "seeds: 3 at full scale, 1 here" in notes
     assert not [note for note in notes if note.startswith(("data.mean", "local."))]
     changed = rows("fedsol-table6")
     changed[0]["asked"]["local"]["lr"] = 0.5
-    assert settings_notes("fedsol-table6", changed) == ["local.lr: 0.01 in the paper, 0.5 here (1 of 21 runs)"]
+    assert settings_notes("fedsol-table6", changed) == ["local.lr: 0.01 at full scale, 0.5 here (1 of 21 runs)"]
 
 
 def test_results_of_two_scales_are_not_mixed():

@@ -135,8 +135,10 @@ class Nodes:
         """The node of each client that is connected; where two nodes claim one client, the first stays."""
         ids = [*self._grid.get_node_ids()]
         new = [node for node in ids if node not in self._hello]
-        for node, reply in self.exchange(dict.fromkeys(new, ({}, {})), MessageType.QUERY, patience):
-            self._introduced(node, reply)
+        replies = dict(self.exchange(dict.fromkeys(new, ({}, {})), MessageType.QUERY, patience))
+        for node in new:  # in the order of the list, not of arrival
+            if node in replies:
+                self._introduced(node, replies[node])
         clients: dict[int, int] = {}
         for node in self._hello:
             if node in ids:

@@ -102,12 +102,13 @@ def _value(text: str) -> Value | None:
 
 
 def compared(table: Published, rows: Sequence[Row]) -> Sheet:
-    """Published and measured numbers line by line; without rows, the published ones alone."""
+    """Published and measured numbers line by line; where there are only either, those alone."""
     rows = [row for row in rows if any(_belongs(row, place) for place in _places(table))]
     scales = sorted({row["scale"] for row in rows})
     if len(scales) > 1:
         raise RecipeError(f"results of the scales {' and '.join(scales)} in one table; give those of one at a time")
     ours = [[_measured(table, row, column, rows) for column in table.columns] for row in table.rows] if rows else []
+    silent = rows and all(value is None for line in table.values for value in line)
     papers_bold, our_bold = _bold(table, table.values), _bold(table, ours) if rows else set()
     blocks = []
     for i, row in enumerate(table.rows):
@@ -118,7 +119,7 @@ def compared(table: Published, rows: Sequence[Row]) -> Sheet:
             cells = [_cell(value, (i, j) in our_bold, arrows[j]) for j, value in enumerate(ours[i])]
             lines.append((name, "ours", cells))
             lines.append((name, "Δ", [*map(_difference, ours[i], table.values[i], [_digits(table, row)] * len(cells))]))
-        blocks.append(lines)
+        blocks.append(lines[1:2] if silent else lines)
     heads = [list(level) for level in zip(*(column.heads for column in table.columns), strict=True)]
     notes = [f"Source: {table.source}", *(settings_notes(table.name, rows) if rows else ()), *table.notes]
     scale = f" (ours at scale {scales[0]})" if scales and scales[0] != FULL else ""
@@ -207,12 +208,12 @@ def settings_notes(name: str, rows: Sequence[Row]) -> list[str]:
         strangers += paper is None
         counted.update(_differing(paper or ours, ours))
     notes = [
-        f"{field}: {there} in the paper, {here} here{'' if n == len(rows) else f' ({n} of {len(rows)} runs)'}"
+        f"{field}: {there} at full scale, {here} here{'' if n == len(rows) else f' ({n} of {len(rows)} runs)'}"
         for (field, there, here), n in counted.items()
     ]
     here = {row.get("seed", 0) for row in rows}
     if len(here) != len(seeds):
-        notes.append(f"seeds: {len(seeds)} in the sweep, {len(here)} here")
+        notes.append(f"seeds: {len(seeds)} at full scale, {len(here)} here")
     if strangers:
         notes.append(f"{strangers} runs are at no place of the sweep's grid")
     return notes or ["The settings are those of the sweep at full scale."]

@@ -126,6 +126,8 @@ def load_sweep(source: str | Path, scale: str | None = None, overrides: Iterable
         points = tuple(_points(table, _scale(table, scale), [*map(parsed_override, overrides)]))
     except RecipeError as error:
         raise RecipeError(f"{path.name}: {error}") from None
+    if not points:
+        raise RecipeError(f"{path.name}: every run of the grid is skipped")
     return Sweep(path.stem, scale or FULL, _told_apart(points))
 
 
@@ -139,21 +141,28 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _scale(table: Table, name: str | None) -> Table:
-    scales = table.get("scale", {})
-    if name in (None, FULL):
+    scales = _table(table, "scale")
+    if name is None or name == FULL:
         return {}
     if name not in scales:
-        raise RecipeError(f"--scale {name}: there is none of that name; {nearest(str(name), [FULL, *scales])}")
-    return dict(scales[name])
+        raise RecipeError(f"--scale {name}: there is none of that name; {nearest(name, [FULL, *scales])}")
+    return _table(scales, name)
+
+
+def _table(above: Table, name: str) -> Table:
+    found = above.get(name, {})
+    if not isinstance(found, Mapping):
+        raise RecipeError(f"{name} = {found!r}: must be a table")
+    return found
 
 
 def _points(table: Table, scale: Table, layers: Sequence[Table]) -> Iterator[Point]:
-    grid = flattened(table.get("grid", {}))
-    axes = grid | flattened(scale.get("grid", {}))
+    grid = _checked(flattened(_table(table, "grid")))
+    axes = _checked(grid | flattened(_table(scale, "grid")))
     base = {name: value for name, value in table.items() if name not in (*OWN, "after")}
     last = {name: value for name, value in scale.items() if name not in OWN}
-    known = {field: [*grid.get(field, ()), *values] for field, values in _checked(axes).items()}
-    common, scaled = (_overrides(each.get("override", ()), known) for each in (table, scale))
+    known = {field: [*grid.get(field, ()), *values] for field, values in axes.items()}
+    common, scaled = (_overrides(each, known) for each in (table, scale))
     _refuse_unexplained(axes, [*common, *scaled])
     for combination in product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))
@@ -167,7 +176,7 @@ def _points(table: Table, scale: Table, layers: Sequence[Table]) -> Iterator[Poi
         yield Point(values, recipe, _commands(commands), _slug(values))
 
 
-def _checked(axes: Mapping[str, Any]) -> Mapping[str, list[Any]]:
+def _checked(axes: dict[str, Any]) -> dict[str, list[Any]]:
     if not axes:
         raise RecipeError("there is no [grid]; list there what varies, as in seed = [0, 1, 2]")
     for field, values in axes.items():
@@ -178,8 +187,11 @@ def _checked(axes: Mapping[str, Any]) -> Mapping[str, list[Any]]:
     return axes
 
 
-def _overrides(tables: Iterable[Table], grid: Mapping[str, list[Any]]) -> list[Override]:
-    return [_override(number, table, grid) for number, table in enumerate(tables, 1)]
+def _overrides(table: Table, grid: Mapping[str, list[Any]]) -> list[Override]:
+    tables = table.get("override", [])
+    if not isinstance(tables, list) or not all(isinstance(each, Mapping) for each in tables):
+        raise RecipeError("override: write each one below a line [[override]]")
+    return [_override(number, each, grid) for number, each in enumerate(tables, 1)]
 
 
 def _override(number: int, table: Table, grid: Mapping[str, list[Any]]) -> Override:
@@ -187,7 +199,7 @@ def _override(number: int, table: Table, grid: Mapping[str, list[Any]]) -> Overr
     for name in table:
         if name not in ("when", "set", "skip"):
             raise RecipeError(f"{where}: there is no {name!r}; it has when, set and skip")
-    when = {field: _listed(value) for field, value in flattened(table.get("when", {})).items()}
+    when = {field: _listed(value) for field, value in flattened(_table(table, "when")).items()}
     for field, values in when.items():
         if field not in grid:
             raise RecipeError(f"{where}: when.{field} is not in the grid; {nearest(field, grid)}")
@@ -195,7 +207,7 @@ def _override(number: int, table: Table, grid: Mapping[str, list[Any]]) -> Overr
             if value not in grid[field]:
                 hint = nearest(spelled(value), map(spelled, grid[field]))
                 raise RecipeError(f"{where}: when.{field} = {value!r} is not in the grid; {hint}")
-    return Override(when, table.get("set", {}), bool(table.get("skip", False)))
+    return Override(when, _table(table, "set"), bool(table.get("skip", False)))
 
 
 def _refuse_unexplained(axes: Mapping[str, list[Any]], overrides: Sequence[Override]) -> None:
