@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -39,22 +40,29 @@ MEASURED = {"flatness", "landscapes", "duality"}
 
 
 class Read(HTMLParser):
-    """A page as a browser takes it apart: elements with their attributes, and the text of the scripts."""
+    """A page as a browser takes it apart: elements with their attributes, all text, that of scripts and folds."""
 
     def __init__(self, content):
         super().__init__()
-        self.elements, self.scripts, self.text = [], [], ""
+        self.elements, self.scripts, self.folds, self.text, self._inside = [], [], [], "", ""
         self.feed(content.decode())
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         self.scripts += [""] if tag == "script" else []
+        self.folds += [""] if tag == "pre" else []
+        self._inside = tag
 
     def handle_data(self, data):
         if self.cdata_elem == "script":
             self.scripts[-1] += data
         elif self.cdata_elem is None:
             self.text += data
+            if self._inside == "pre":
+                self.folds[-1] += data
+
+    def handle_endtag(self, tag):
+        self._inside = ""
 
     @property
     def sections(self):
@@ -377,7 +385,7 @@ def fedflat(runs, monkeypatch, capsys):
     terminated = signal.getsignal(signal.SIGTERM)
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["fedflat", "report", *arguments])
+        monkeypatch.setattr(sys, "argv", ["fedflat", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
         return ended.value.code or 0, *capsys.readouterr()
@@ -396,7 +404,7 @@ def fedflat(runs, monkeypatch, capsys):
     ],
 )
 def test_the_command_writes_the_page_and_says_where(fedflat, arguments, place):
-    code, printed, complaint = fedflat(*arguments)
+    code, printed, complaint = fedflat("report", *arguments)
     assert (code, complaint) == (0, "")
     assert printed.startswith(f"written to {place} (")
     assert Path(place).read_bytes().startswith(b"<!doctype html>")
@@ -412,7 +420,16 @@ def test_the_command_writes_the_page_and_says_where(fedflat, arguments, place):
     ],
 )
 def test_a_mistake_is_one_sentence_and_an_exit_code(fedflat, arguments, code, sentence):
-    ended, printed, complaint = fedflat(*arguments)
+    ended, printed, complaint = fedflat("report", *arguments)
     assert (ended, printed) == (code, "")
     assert sentence in complaint
     assert len(complaint.strip().splitlines()) == 1
+
+
+def test_recipe_and_commands_of_the_page_repeat_its_runs_to_the_bit(fedflat):
+    recipe, commands = Read(made(Path("fedsam-0"), Path("fedsam-1"))).folds
+    Path("recipe.toml").write_text(recipe)
+    for seed, command in enumerate(commands.splitlines()):
+        assert fedflat(*shlex.split(command)[1:])[0] == 0
+        again, before = (read_run(Path(path)).history for path in (f"again/{seed}", f"fedsam-{seed}"))
+        assert [each | {"seconds": 0} for each in again] == [each | {"seconds": 0} for each in before]

@@ -25,6 +25,8 @@ Places = Mapping[int, Any]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 SCALE = "Cividis"
+# The same from blue to yellow, without the dark end, which a dark page would swallow.
+LIFTED = [[0, "#3f5f94"], [0.5, "#a39b76"], [1, "#fde737"]]
 DECADES = 1.5  # a loss that spans more of them is drawn by its logarithm
 MOST_CLIENTS = 300
 MOST_CELLS = 60_000  # of all heat maps of classes together
@@ -73,12 +75,13 @@ def traffic(lines: Sequence[Line], most: int) -> Figure | None:
 
 
 def split(counts: Sequence[Sequence[int]]) -> Figure:
-    """Clients × classes, darker to lighter by the number of samples; no cell where a client has none."""
+    """Clients × classes, from blue to yellow by the number of samples; no cell where a client has none."""
     shown = np.asarray(counts)[:MOST_CLIENTS].T
     cells = [[int(count) or None for count in row] for row in shown]
     gap = 1 if shown.shape[1] <= 60 and shown.shape[0] <= 30 else 0
     told = "client %{x}, class %{y}: %{z} samples<extra></extra>"
-    return _heat(cells, [*range(shown.shape[1])], "client", told, colorbar=_bar("samples"), xgap=gap, ygap=gap, zmin=0)
+    look = {"colorscale": LIFTED, "colorbar": _bar("samples"), "xgap": gap, "ygap": gap, "zmin": 0}
+    return _heat(cells, [*range(shown.shape[1])], "client", told, **look)
 
 
 def classes(line: Line, most: int) -> Figure | None:

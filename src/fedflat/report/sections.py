@@ -299,8 +299,10 @@ def _cut(text: str) -> str:
 
 def repeat(content: Content, _: Canvas, __: int) -> Section | None:
     """The recipe of each line, and the commands that run it again."""
-    blocks = [copied(f"{line.name}: recipe.toml", line.recipe.to_toml(), k) for k, line in enumerate(content.lines)]
-    blocks += [copied(f"{line.name}: commands", _commands(line), k) for k, line in enumerate(content.lines)]
+    blocks = []
+    for k, line in enumerate(content.lines):
+        blocks.append(copied(f"{line.name}: recipe.toml", line.recipe.to_toml(), k))
+        blocks.append(copied(f"{line.name}: commands", _commands(line), k))
     note = "Equal recipes give equal results to the bit on one kind of machine."
     return section("repeat", "Repeat it", note, *blocks)
 
