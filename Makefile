@@ -13,7 +13,7 @@ demo: $(READY)
 	$(BIN)/fedflat run --method fedavg --method fedsam --method "feddyn + man(0.15)" --out "$$(mktemp -d runs/demo-XXXX)"
 
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks

@@ -10,14 +10,11 @@ import signal
 import sys
 from contextlib import nullcontext
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fedflat import federate, train
 from fedflat.cli import main
@@ -26,7 +23,7 @@ from fedflat.flatness import Landscape
 from fedflat.prepare import gather, prepare
 from fedflat.recipe import load
 from fedflat.report import figures
-from fedflat.report.lines import Band, Line, Run, read_lines, read_run, thinned
+from fedflat.report.lines import Line, Run, read_run
 from fedflat.report.page import LIMIT, collect, page
 from fedflat.report.sections import Content
 from fedflat.run import execute
@@ -126,62 +123,6 @@ def runs(finished, tmp_path):
     return Path(shutil.copytree(finished, tmp_path / "runs"))
 
 
-@st.composite
-def histories(draw):
-    """The curves of some seeds, each cut short somewhere or with gaps."""
-    values = st.none() | st.floats(-100, 100)
-    return draw(st.lists(st.lists(values, min_size=1, max_size=8), min_size=1, max_size=4))
-
-
-@given(histories())
-def test_a_band_is_mean_and_range_over_the_rounds_that_all_seeds_have(curves):
-    runs = [run_of([record(n, loss=v) for n, v in enumerate(curve, 1)]) for curve in curves]
-    band = Line("line", tuple(runs)).band("loss")
-    there = [{n: v for n, v in enumerate(curve, 1) if v is not None} for curve in curves]
-    there = [curve for curve in there if curve]
-    rounds = sorted(set.intersection(*map(set, there))) if there else []
-    assert (band.rounds if band else []) == rounds
-    for n, *found in zip(band.rounds, band.mean, band.low, band.high, strict=True) if band else ():
-        column = [curve[n] for curve in there]
-        assert found == pytest.approx([sum(column) / len(column), min(column), max(column)])
-
-
-@given(st.integers(1, 5000), st.integers(2, 300))
-def test_a_thinned_curve_keeps_its_ends_and_its_order(count, most):
-    kept = thinned(count, most)
-    assert (kept[0], kept[-1]) == (0, count - 1)
-    assert kept == sorted(set(kept))
-    assert len(kept) == min(count, most)
-
-
-def test_runs_that_differ_only_in_the_seed_are_one_line_named_by_the_method(tmp_path):
-    for seed in (1, 0):
-        written(tmp_path / f"a{seed}", [], "method=fedsam(rho=0.05)", f"seed={seed}", f"split.seed={seed}")
-    written(tmp_path / "b", [], "method=fedavg")
-    seeds = {line.name: [run.recipe.seed for run in line.runs] for line in read_lines([tmp_path])}
-    assert seeds == {"fedsam": [0, 1], "fedavg": [0]}
-
-
-def test_a_name_tells_lines_apart_by_options_settings_and_at_last_by_the_directory(tmp_path):
-    for rho in (0.1, 0.2):
-        written(tmp_path / f"rho{rho}", [], f"method=fedsam(rho={rho})")
-    assert [line.name for line in read_lines([tmp_path])] == ["fedsam(rho=0.1)", "fedsam(rho=0.2)"]
-    for lr in (0.1, 0.2):
-        written(tmp_path / "lr" / f"{lr}", [], f"local.lr={lr}")
-    assert [line.name for line in read_lines([tmp_path / "lr"])] == ["fedavg, local.lr=0.1", "fedavg, local.lr=0.2"]
-    many = ["local.lr=0.3", "local.epochs=9", "local.batch=3", "server.rounds=99"]
-    for place, more in enumerate(([], many, [*many, "server.lr=0.5"])):
-        written(tmp_path / "many" / f"{place}", [], *more)
-    names = [line.name for line in read_lines([tmp_path / "many"])]
-    assert len(set(names)) == 3
-    assert names[2].endswith(f"({tmp_path / 'many' / '2'})")
-
-
-def test_a_run_given_twice_counts_once(runs):
-    (line,) = read_lines([runs / "fedavg-0", runs / "fedavg-0", runs / "fedavg-1" / ".." / "fedavg-0"])
-    assert len(line.runs) == 1
-
-
 def test_everything_that_was_recorded_or_measured_has_its_section(full):
     found, runs = full
     assert found.sections == EVERYWHERE | RECORDED | MEASURED
@@ -216,12 +157,6 @@ def test_each_place_for_a_figure_has_one_and_a_description_of_it(runs):
     assert all(values["aria-label"] and values["role"] in ("img", "application") for values in places)
 
 
-@given(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=6))
-def test_the_splits_picture_has_a_cell_for_each_class_that_a_client_holds(counts):
-    (trace,) = figures.split(counts)["data"]
-    assert trace["z"] == [[row[label] or None for row in counts] for label in range(3)]
-
-
 def test_the_picture_is_that_of_the_recipes_split_or_a_sentence_says_why_not(tmp_path, monkeypatch):
     content = collect([written(tmp_path / "digits", [], *TINY)], quiet)
     assert [*content.splits.values()] == [gather(load(None, TINY)).counts().tolist()]
@@ -230,18 +165,6 @@ def test_the_picture_is_that_of_the_recipes_split_or_a_sentence_says_why_not(tmp
     assert "The split cannot be drawn here: " in Read(made(away)).text
     train(federate("digits", clients=3, alpha=1.0), rounds=1, engine="inline", out=tmp_path / "python")
     assert Read(made(tmp_path / "python")).text.count("made in Python") == 2
-
-
-def test_surfaces_share_one_scale_and_steep_ones_are_drawn_by_their_logarithm():
-    one, two = figures.surfaces([bowl(1.0), bowl(2.0, span=0.5)])
-    for figure in (one, two):
-        scene, surface = figure["layout"]["scene"], figure["forms"]["surface"]["trace"]
-        assert scene["zaxis"]["range"] == [surface["cmin"], surface["cmax"]] == [0.5, 3.5]
-        assert scene["xaxis"]["range"] == figure["forms"]["map"]["layout"]["xaxis"]["range"] == [-1.0, 1.0]
-    assert one["data"][0]["z"][0][2] == 0.5 + 2.0  # at α = 0, β = −1: the rows are β
-    (steep,) = figures.surfaces([bowl(1000.0)])
-    assert steep["data"][0]["z"][2][0] == pytest.approx(np.log10(1000.5), rel=1e-4)
-    assert steep["layout"]["scene"]["zaxis"]["ticktext"] == ["1", "3", "10", "30", "100", "300", "1000", "3000"]
 
 
 def test_where_a_loss_overflowed_the_surface_has_a_hole_and_a_landscape_without_any_number_is_left_out(tmp_path):
@@ -273,12 +196,6 @@ def test_seeds_that_miss_the_target_are_counted(tmp_path):
     assert "4 (2 of 3 seeds)" in text
     assert "0.8500 (0.7000 – 0.9500)" in text
     assert "rounds to target" not in Read(made(tmp_path)).text
-
-
-def test_accuracy_by_traffic_counts_what_was_sent_both_ways():
-    line = Line("line", (run_of([record(n, accuracy=n / 10) for n in (1, 2, 3)]),))
-    (trace,) = figures.traffic([line], most=100)["data"]
-    assert (trace["x"], trace["y"]) == ([4.0, 8.0, 12.0], [0.1, 0.2, 0.3])
 
 
 def test_nothing_that_comes_from_a_run_becomes_markup(tmp_path):
@@ -336,45 +253,10 @@ def test_too_many_runs_for_one_page_are_refused_in_a_sentence(monkeypatch):
         page(Content([Line("line", (run_of([]),))], None, {}, {}, {}))
 
 
-def test_a_line_that_is_still_being_written_does_not_count_and_a_damaged_one_is_named(tmp_path):
-    path = written(tmp_path / "run", [record(1), record(2)])
-    with (path / "metrics.jsonl").open("a") as file:
-        file.write('{"round": 3, "byt')
-    assert [each["round"] for each in read_run(path).history] == [1, 2]
-    with (path / "metrics.jsonl").open("a") as file:
-        file.write("\n")
-    with pytest.raises(RunError, match=r"metrics\.jsonl: line 3 is no round's record"):
-        read_run(path)
-
-
 def test_without_plotly_one_sentence_says_what_to_install(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(RecipeError, match=r"pip install 'fedflat\[report\]'"):
         made(runs)
-
-
-def test_neighbouring_lines_differ_in_colour_and_dash():
-    looks = [tuple(figures.style(place).values()) for place in range(35)]
-    assert len(set(looks)) == 35
-    assert all(a[0] != b[0] and a[1] != b[1] for a, b in pairwise(looks))
-
-
-def luminance(colour):
-    channels = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("ground", ["#ffffff", "#171c22"])
-def test_the_first_four_lines_stand_out_from_either_ground(ground):
-    for colour in figures.COLOURS[:4]:
-        light, dark = sorted((luminance(colour), luminance(ground)), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= 2.9
-
-
-def test_one_curve_of_one_round_is_a_point():
-    figure = figures.bands([(0, "a", Band([1], [0.5], [0.5], [0.5]))], "accuracy", most=10)
-    assert [trace["mode"] for trace in figure["data"]] == ["markers"]
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from fedflat.report.dual import binned
 from fedflat.report.lines import Band, Line, thinned
 
 Figure = dict[str, Any]
-Places = Mapping[int, Any]
 
 # The palette of Okabe and Ito, which stays apart for colour-blind eyes: its yellow is faint on white, and a grey that
 # both themes show takes the place of black. Neighbours differ in the dashes too.
@@ -49,11 +48,11 @@ def bands(named: Sequence[tuple[int, str, Band]], axis: str, most: int, **option
     return _figure(traces, "round", axis, **options)
 
 
-def _line(place: int, name: str, x: ArrayLike, y: ArrayLike, **options: Any) -> Figure:
+def _line(place: int, name: str, x: ArrayLike, y: ArrayLike) -> Figure:
     mode = "lines" if np.size(x) > 1 else "markers"
     marker = {"color": style(place)["color"]}
     described = {"type": "scatter", "mode": mode, "name": plain(name), "meta": place, "line": style(place)}
-    return {**described, "marker": marker, "x": short(x), "y": short(y), **options}
+    return {**described, "marker": marker, "x": short(x), "y": short(y)}
 
 
 def _range(place: int, x: list[int], low: list[float], high: list[float]) -> Figure:
@@ -124,10 +123,8 @@ def duality(found: Mapping[str, tuple[int, Duality]]) -> dict[str, Figure]:
         for traces, values in ((size, each.sigma_w), (sharpness, each.sigma_g)):
             at, means = binned(values)
             traces.append(_line(place, name, at, np.where(means > 0, means, np.nan)))
-    axis, along = (
-        "direction n, by falling curvature",
-        log([1, max(len(each.contribution) for _, each in found.values())]),
-    )
+    axis = "direction n, by falling curvature"
+    along = log([1.0, max(len(each.contribution) for _, each in found.values())])
     return {
         "Gap of the pairs, up to direction n": _figure(gap, axis, "Σ ℓ", xaxis=along),
         "Size of the solution": _figure(size, axis, "σ_w", xaxis=along, yaxis=log(_heights(size))),

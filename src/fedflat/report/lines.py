@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -90,7 +90,9 @@ class Line:
 
 def read_lines(paths: Sequence[Path]) -> list[Line]:
     """The runs in these directories, which may also be directories of runs, as lines in the order that they came."""
-    found = {path.resolve(): path for given in paths for path in _runs_in(given)}
+    found: dict[Path, Path] = {}
+    for path in (path for given in paths for path in _runs_in(given)):
+        found.setdefault(path.resolve(), path)
     runs = [read_run(path) for path in found.values()]
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -153,8 +155,3 @@ def thinned(count: int, most: int) -> list[int]:
     ([0, 4, 8], [0, 1, 2])
     """
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist() if count else []
-
-
-def values_of(lines: Iterable[Line], metric: str) -> bool:
-    """Whether a run recorded the metric."""
-    return any(record.get(metric) is not None for line in lines for run in line.runs for record in run.history)

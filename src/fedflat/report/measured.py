@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -70,9 +71,10 @@ def _duality(problem: Problem) -> Duality | None:
 
 
 def landscapes(run: Path) -> Mapping[str, Landscape]:
-    """What `fedflat landscape` has written for a run, by the name of the plane."""
+    """What `fedflat landscape` has written for a run, by the name of the plane; not what is nowhere finite."""
     files = sorted(run.glob("landscape-*.npz"))
-    return {file.stem.removeprefix("landscape-"): Landscape.load(file) for file in files}
+    found = {file.stem.removeprefix("landscape-"): Landscape.load(file) for file in files}
+    return {plane: each for plane, each in found.items() if np.isfinite(each.values).any()}
 
 
 def split_counts(recipe: Recipe) -> list[list[int]] | str:

@@ -41,6 +41,7 @@ ORDER = (
 
 def collect(paths: Sequence[Path], status: Status, measure: bool = False, target: float | None = None) -> Content:
     """Read the runs; with `measure`, also look at the minimum of the first seed of each line."""
+    _plotly()  # if it is missing, say so before anything is measured
     lines = read_lines(paths)
     found = {}
     for place, line in enumerate(lines if measure else ()):
@@ -67,8 +68,7 @@ def _landscapes(lines: Sequence[Line]) -> Mapping[str, Mapping[int, Landscape]]:
     for place, line in enumerate(lines):
         for run in line.runs:
             for plane, each in landscapes(run.path).items():
-                if sections.finite(each):
-                    found.setdefault(plane, {}).setdefault(place, each)
+                found.setdefault(plane, {}).setdefault(place, each)
     return found
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from fedflat.flatness import Landscape
 from fedflat.report import figures
@@ -29,7 +26,7 @@ CURVES = {
     "epsilon": ("Privacy spent", "ε", False),
 }
 PLANES = {"eigen": "The plane of the two top eigenvectors", "random": "Random directions"}
-MOST_SURFACES = 8  # browsers give a page about sixteen places to draw in space
+MOST_SURFACES = 6  # of a plane: browsers give a page about sixteen places to draw in space
 LAST_REFUSALS = 20
 LONGEST = 300  # characters of a refusal's detail
 
@@ -213,9 +210,7 @@ def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
             ("curvature", "λ₁ of the layer's block", "Curvature of the layer's weights"),
         )
     )
-    note = (
-        f"The first seed of each line, on the mean loss of {samples} training samples, without decay or augmentation."
-    )
+    note = f"The first seed of each line, on the mean loss of {samples} training samples, nothing drawn or added."
     return section("flatness", "How flat the minima are", note, _beside("Flatness", columns), grid(plots))
 
 
@@ -311,12 +306,7 @@ def _commands(line: Line) -> str:
     if line.recipe.split.name == "given":
         return "# The federation was made in Python: pass it to fedflat.train(…) with these settings."
     commands = []
-    for run in line.runs:
-        seeds = f" --set seed={run.recipe.seed}"
-        seeds += "" if run.recipe.split.seed is None else f" split.seed={run.recipe.split.seed}"
-        commands.append(f"fedflat run recipe.toml{seeds} --out {shlex.quote(f'again/{run.recipe.seed}')}")
+    for place, recipe in enumerate(run.recipe for run in line.runs):
+        split = "" if recipe.split.seed is None else f" split.seed={recipe.split.seed}"
+        commands.append(f"fedflat run recipe.toml --set seed={recipe.seed}{split} --out again/{place}")
     return "\n".join(commands)
-
-
-def finite(each: Landscape) -> bool:
-    return bool(np.isfinite(each.values).any())
