@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from fedflat import Dataset, Federation, Samples, federate
+
+# A busy machine must not fail a test: what an example may take is nobody's specification.
+settings.register_profile("fedflat", deadline=None)
+settings.load_profile("fedflat")
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

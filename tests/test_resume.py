@@ -82,7 +82,7 @@ class Command:
 @pytest.fixture
 def fedflat(tmp_path, digits):
     """Starts commands in a folder with a model that can be held; none outlives the test."""
-    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "held_rounds.py").write_text(HELD)
     started = []
 
     def start(*arguments):
@@ -108,7 +108,7 @@ def lines(folder):
 
 def held(*settings):
     """Arguments of a run whose rounds can be held, and which is saved only when it stops."""
-    held = ("model=held:Held", "split.clients=4", "local.steps=3", "engine.workers=2", "checkpoint.every=100000")
+    held = ("model=held_rounds:Held", "split.clients=4", "local.steps=3", "engine.workers=2", "checkpoint.every=100000")
     return ["run", "--set", *held, *settings]
 
 

@@ -31,7 +31,12 @@ def init(
     chosen = load(recipe, set_ or [])
     parse(chosen.method)
     name = write_app(directory, chosen, insecure, port)
-    out.print(f"{directory}: the app {name} is ready; {directory}/README.md says how to run it", markup=False)
+    out.print(
+        f"{directory}: the app {name} is ready; {directory}/README.md says how to run it",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 @deployment.command()
@@ -51,7 +56,9 @@ def keys(
         raise RecipeError(f"{directory}: no app is here (no recipe.toml); give its folder, or say --clients")
     count = clients or load(recipes[0]).split.clients
     written = write_keys(directory / "keys", [*host, "127.0.0.1", "localhost"], count, days)
-    out.print(f"{directory}/keys: {len(written)} files; keep ca.key offline", markup=False)
+    out.print(
+        f"{directory}/keys: {len(written)} files; keep ca.key offline", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def _need_flower() -> None:
