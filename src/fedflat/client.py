@@ -144,7 +144,7 @@ class Worker:
         keep_freed_memory()
         self.problem, self._question = problem, question
         # In shared memory, so that the server can tell at which stage a worker was lost.
-        self._stage = torch.zeros(1, dtype=torch.int64) if stage is None else stage
+        self._stage = (torch.zeros(1, dtype=torch.int64) if stage is None else stage).numpy()
         needs_reference = any(part.references for part in problem.method.parts)
         self._reference = problem.network.frozen() if needs_reference else None
         # What a client's memory begins with; the network itself moves on.
@@ -153,7 +153,7 @@ class Worker:
     @property
     def stage(self) -> str:
         """Where in a turn this worker is."""
-        return STAGES[int(self._stage)]
+        return STAGES[self._stage[0]]
 
     def _enter(self, stage: str) -> None:
         self._stage[0] = STAGES.index(stage)

@@ -37,7 +37,7 @@ def serve(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
     worker = Worker(problem, question, shared.stage[number])
-    busy, since = shared.busy[0], shared.since[0]
+    busy, since = shared.busy[0].numpy(), shared.since[0].numpy()
     with suppress(ConnectionError):
         while record := os.read(tasks.fileno(), RECORD.size):
             task = Task(*RECORD.unpack(record))
