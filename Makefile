@@ -1,4 +1,4 @@
-# Two commands: `make demo` trains and shows a federated model, `make test` runs every check. Both set up what they need.
+# Two commands: `make demo` trains, measures and shows a federated model, `make test` runs every check. Both set up what they need.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 demo: $(READY)
 	mkdir -p runs
 	$(BIN)/fedflat split --draw runs/demo-split.png
-	$(BIN)/fedflat run --method fedavg --method fedsam --method "feddyn + man(0.15)" --out "$$(mktemp -d runs/demo-XXXX)"
+	out=$$(mktemp -d runs/demo-XXXX) && \
+	$(BIN)/fedflat run --method fedavg --method fedsam --method "feddyn + man(0.15)" --out "$$out" && \
+	$(BIN)/fedflat flatness "$$out"/*/ --samples 300 && \
+	$(BIN)/fedflat report "$$out" --out "$$out/report.html"
 
 test: lint types
 	$(BIN)/python -m pytest -n auto --dist loadfile
