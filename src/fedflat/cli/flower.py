@@ -26,10 +26,12 @@ def init(
     _need_flower()
     from fedflat.flower.app import write_app
     from fedflat.methods import parse
-    from fedflat.recipe import load
+    from fedflat.recipe import load, overridden
 
     chosen = load(recipe, set_ or [])
     parse(chosen.method)
+    if not chosen.admission.deadline:  # a message that is lost with a server must not hold a round for an hour
+        chosen = overridden(chosen, ["admission.deadline=600"])
     name = write_app(directory, chosen, insecure, port)
     out.print(
         f"{directory}: the app {name} is ready; {directory}/README.md says how to run it",
