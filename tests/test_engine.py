@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import mmap
 import os
 import time
 from contextlib import closing
@@ -14,9 +15,11 @@ from torch import nn
 from fedflat import Dataset, Federation, FedflatError, Samples, federate, models, train
 from fedflat.client import Brief, Problem
 from fedflat.engine import pool
+from fedflat.engine.inline import Inline
 from fedflat.errors import TrainingError
 from fedflat.methods import parse
-from fedflat.recipe import Local, Server
+from fedflat.parts import ServerState
+from fedflat.recipe import Evaluation, Local, Server
 from fedflat.server import conduct, first_state
 from fedflat.vector import Network
 
@@ -182,6 +185,31 @@ def test_memory_and_open_files_do_not_grow_over_the_rounds(digits):
     (before, open_before), (after, open_after) = seen
     assert after - before < 4, "MB, of three processes together"
     assert open_after == open_before
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_REMOVE"), reason="only Linux can free a part of a shared file")
+def test_an_update_that_nobody_looks_at_goes_once_it_is_summed_and_the_sum_is_the_same_to_the_bit(digits):
+    network = Network(models.build("mlp", (1, 8, 8), 10, hidden=(900, 1300)))
+    room, weights = [], []
+    for watch in None, Evaluation(measures=["consistency"]):
+        problem = Problem(digits, network, parse("fedavg"), Local())
+        state = ServerState(torch.ones(network.size) / 100, network.buffers, torch.zeros(1), {}, 0, digits.clients)
+        with closing(pool.Pool(problem, state, slots=6, workers=2)) as engine:
+            merged, _ = conduct(problem, Server(cohort=6), state, engine, range(6), watch)
+            room.append((engine._scratch.path / "upload.delta").stat().st_blocks * 512)
+        weights.append(merged.weights)
+    assert torch.equal(*weights)
+    assert room[0] < network.size * 4 < 6 * network.size * 4 <= room[1]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "feddyn", "fedavgm"])
+def test_updates_are_kept_singly_for_a_part_that_merges(digits, method):
+    state = first_state(problem := Problem(digits, Network(models.build("mlp", (1, 8, 8), 10)), parse(method), Local()))
+    engine = Inline(problem)
+    gone: list[int] = []
+    engine.release = gone.append
+    conduct(problem, Server(cohort=3), state, engine, [1, 2, 5])
+    assert sorted(gone) == ([1, 2, 5] if method == "fedavg" else [])
 
 
 def test_a_pool_whose_round_was_given_up_says_so_instead_of_mixing_rounds(digits):

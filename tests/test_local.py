@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedflat.local import LocalRule, Slope, step, train
-from fedflat.parts import ActivationNorm, Ascent, Distillation, ProximalAscent
+from fedflat.parts import ActivationNorm, Ascent, Distillation, Part, ProximalAscent
 from fedflat.vector import Network
 
 D = 5
@@ -161,3 +161,36 @@ def test_a_plain_step_of_a_chain_is_the_step_of_its_gradient(decay):
     assert rule.plain and not clipped.rule.plain
     torch.testing.assert_close(at_once.delta, clipped.delta, rtol=1e-12, atol=1e-14)
     assert at_once.loss == pytest.approx(clipped.loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("part", [Part(), ActivationNorm(0.1)])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_step_that_nothing_is_done_to_needs_no_vector_of_the_gradient(part, momentum):
+    def after(**also):
+        torch.manual_seed(0)
+        network = Network(nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4)))
+        rule = part.plan(LocalRule(lr=0.1, steps=3, momentum=momentum, weight_decay=0.01, **also), {}, {})
+        batches = [(torch.randn(5, 1, 4, 4), torch.randint(4, (5,))) for _ in range(3)]
+        outcome = train(network, None, network.weights.clone(), rule, batches, F.cross_entropy)
+        return outcome.delta, "gradient" in vars(network)
+
+    straight, gathered = after(), after(pull=torch.zeros(3 * 9 + 3 + 12 * 4 + 4))
+    torch.testing.assert_close(straight[0], gathered[0], rtol=1e-6, atol=1e-7)
+    assert (straight[1], gathered[1]) == (False, True)
+
+
+def test_a_parameter_that_the_loss_does_not_use_decays_all_the_same():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.idle, self.head = nn.Parameter(torch.ones(1)), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.head(x)
+
+    network = Network(Idle())
+    rule = LocalRule(lr=0.5, steps=1, momentum=0.9, weight_decay=0.2)
+    outcome = train(
+        network, None, network.weights.clone(), rule, [(torch.ones(1, 2), torch.tensor([0]))], F.cross_entropy
+    )
+    assert outcome.delta[0] == pytest.approx(-0.1)

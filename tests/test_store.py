@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedflat.errors import RunError
-from fedflat.store import LINE, Memory, Scratch, Table, Tables
+from fedflat.store import FREED, LINE, Memory, Scratch, Table, Tables
 
 MB = 2**20
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
@@ -54,6 +54,22 @@ def test_a_row_holds_what_was_last_written_to_it_however_and_zero_before(size, w
             if released:
                 table.release(row)
         assert all(torch.equal(table[row], expected[row]) for row in range(10))
+
+
+@linux
+def test_a_large_row_that_is_freed_takes_no_room_until_it_is_written_again(tmp_path):
+    table, vector = Table(tmp_path / "rows", 3, FREED // 4 + 5, torch.float32, sparse=True), torch.ones(FREED // 4 + 5)
+    for row in range(3):
+        table[row].copy_(vector)
+    full = on_disk(tmp_path / "rows")
+    table.free(1)
+    assert on_disk(tmp_path / "rows") <= full - FREED + 2 * 4096
+    assert torch.equal(table[0], vector)
+    assert torch.equal(table[2], vector)
+    table.reserve(1)
+    table[1].copy_(vector)
+    assert torch.equal(table[1], vector)
+    assert on_disk(tmp_path / "rows") == full
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,13 @@ class Chain:
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        pairs = [(layer.weight, layer.bias) for layer in layers]
-        self._layers = [(weight.detach(), None if bias is None else bias.detach()) for weight, bias in pairs]
-        self._gradients = [(weight.grad, None if bias is None else bias.grad) for weight, bias in pairs]
+        self._parameters = [(layer.weight, layer.bias) for layer in layers]
+        self._layers = [(weight.detach(), None if bias is None else bias.detach()) for weight, bias in self._parameters]
         self._one = torch.ones_like(self._layers[0][0][0, 0])
+
+    @cached_property
+    def _gradients(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        return [(weight.grad, None if bias is None else bias.grad) for weight, bias in self._parameters]
 
     def rows(self, weights: Tensor) -> Rows:
         """The same for several clients, whose weights are the rows of a matrix."""

@@ -85,10 +85,15 @@ class LocalRule:
     pairs: bool = False
 
     @property
+    def direct(self) -> bool:
+        """Whether a step goes down the gradient at w as it is: with momentum and decay, but nothing done to it."""
+        bare = self.pull is None and self.ascent is None and self.frozen is None and not self.pairs
+        return bare and not self.clip and self.scale == 1.0
+
+    @property
     def plain(self) -> bool:
         """Whether a step is w ← w − η (∇loss + decay · w) and nothing else."""
-        bare = self.pull is None and self.ascent is None and self.frozen is None and not self.terms and not self.pairs
-        return bare and not self.momentum and not self.clip and self.scale == 1.0
+        return self.direct and not self.terms and not self.momentum
 
     def lr_at(self, k: int) -> float:
         """η_k, falling linearly towards `lr_floor` · η over the K steps."""
@@ -207,17 +212,29 @@ class Slope:
 
     def _gradient(self, terms: tuple[Term, ...] | None, data: bool) -> Tensor:
         if self._chain and not terms and data and not self._labels.is_floating_point():
+            gradient = self.network.gradient
             self._note_loss(self._chain.gradient(self._inputs, self._labels))
-            return self.network.gradient
+            return gradient
         return self.network.differentiate(self._objective(terms, data))
 
-    def descend(self, k: int) -> bool:
-        """The whole step at once, where it is a plain one of a chain; otherwise nothing is done."""
-        if not self._chain or not self.rule.plain or self._labels.is_floating_point():
+    def descend(self, velocity: Tensor | None, k: int) -> bool:
+        """The whole step at once, where nothing is done to its gradient: there is no need to gather that in a vector.
+
+        Otherwise nothing happens, and the answer is False.
+        """
+        rule, lr, decay = self.rule, self.rule.lr_at(k), self.rule.decay + self.rule.weight_decay
+        chain = None if self._labels.is_floating_point() else self._chain
+        if chain and rule.plain:
+            self._note_loss(chain.descend(self._inputs, self._labels, lr, decay))
+        elif rule.direct and not chain:
+            slopes = self.network.slopes(self._objective(None, True))
+            _descend(self._views(self.weights), slopes, self._views(velocity), lr, rule.momentum, decay)
+        else:
             return False
-        decay = self.rule.decay + self.rule.weight_decay
-        self._note_loss(self._chain.descend(self._inputs, self._labels, self.rule.lr_at(k), decay))
         return True
+
+    def _views(self, vector: Tensor | None) -> list[Tensor]:
+        return [] if vector is None else [*self.network.layout.views(vector).values()]
 
     def in_head(self, terms: tuple[Term, ...]) -> Tensor:
         """The terms' gradient at w with respect to the head alone. The pass through the body is kept for `at_head`."""
@@ -303,11 +320,12 @@ def train(
         stream = iter(batches)
         for k, batch in enumerate(stream):
             slope.at(batch, next(stream, None) if rule.pairs else None)
-            if slope.descend(k):
+            if slope.descend(velocity, k):
                 continue
             gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)
             step(network.weights, gradient, velocity, rule, k)
     notes = slope.notes.means()
+    velocity = None  # Δ takes its place in memory
     return Outcome(network.weights - start, notes.pop("loss", float("nan")), rule, carry, notes)
 
 
@@ -333,15 +351,16 @@ def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: Local
         _clip(g, rule.clip)
     if rule.frozen is not None:
         g.masked_fill_(rule.frozen, 0.0)
-    _descend(weights, g, velocity, rule.lr_at(k), rule.momentum, decay)
+    _descend([weights], [g], [] if velocity is None else [velocity], rule.lr_at(k), rule.momentum, decay)
 
 
-def _descend(w: Tensor, g: Tensor, v: Tensor | None, lr: float, momentum: float, decay: float) -> None:
+@torch.no_grad()
+def _descend(ws: list[Tensor], gs: list[Tensor], vs: list[Tensor], lr: float, momentum: float, decay: float) -> None:
     """v ← β v + g + decay w and w ← w − η v, in one pass over memory, by the kernel of torch.optim.SGD(fused=True)."""
     torch._fused_sgd_(
-        [w],
-        [g],
-        [v] if v is not None and momentum else [],
+        ws,
+        gs,
+        vs if momentum else [],
         weight_decay=decay,
         momentum=momentum,
         lr=lr,

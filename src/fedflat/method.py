@@ -75,6 +75,11 @@ class Method:
         return next((part for part in self.parts if isinstance(part, Privacy)), None)
 
     @property
+    def only_averages(self) -> bool:
+        """Whether the server needs no more of the clients' Δ than their average."""
+        return all(type(part).merge is Part.merge for part in self.parts)
+
+    @property
     def always_moves(self) -> bool:
         """Whether a round without uploads changes the model too, so that nobody can tell that it had none."""
         return isinstance(self.privacy, CentralPrivacy)

@@ -40,8 +40,12 @@ def first_state(problem: Problem) -> ServerState:
     network = problem.network
     weights, buffers = network.weights.clone(), network.buffers.clone()
     vectors = problem.method.first_state(weights)
-    still = torch.zeros_like(weights)
-    return ServerState(weights, buffers, still, vectors, 0, problem.federation.clients, seed=problem.seed)
+    return ServerState(weights, buffers, _still(weights), vectors, 0, problem.federation.clients, seed=problem.seed)
+
+
+def _still(weights: Tensor) -> Tensor:
+    """No move, in no memory."""
+    return weights.new_zeros(()).expand_as(weights)
 
 
 def cohort_size(server: Server, clients: int) -> int:
@@ -99,12 +103,13 @@ def conduct(
         sent["buffers"] = state.buffers
     brief = Brief(state.round, problem.local.lr * problem.local.lr_decay**state.round, sent)
     limits = limits or Admission()
-    uploads, gate = _heard(problem, server, engine, brief, cohort, limits)
+    single = bool(watch and watch.measures) or not problem.method.only_averages
+    uploads, gate = _heard(problem, server, engine, brief, cohort, limits, single)
     report = RoundReport(
-        cohort=[_same(upload.client) for upload in uploads],
+        cohort=sorted(_same(upload.client) for upload in uploads),
         local_loss=sum(w * u.loss for w, u in zip(uploads.weights, uploads, strict=True)) if uploads else math.nan,
         bytes_down=len(cohort) * bytes_of(*sent.values()),
-        bytes_up=sum(bytes_of(u.delta, *u.vectors.values()) for u in uploads),
+        bytes_up=len(uploads) * sum(problem.uploads.values()) * state.weights.element_size(),
         notes=_mean_notes(uploads),
         refused=gate.refused,
     )
@@ -125,16 +130,25 @@ def _same(client: int) -> int:
 
 
 def _heard(
-    problem: Problem, server: Server, engine: Engine, brief: Brief, cohort: Sequence[int], limits: Admission
+    problem: Problem,
+    server: Server,
+    engine: Engine,
+    brief: Brief,
+    cohort: Sequence[int],
+    limits: Admission,
+    single: bool,
 ) -> tuple[Uploads, Gate]:
-    """The admitted uploads. Where clients share steps, a round in which one fails is begun again without it.
+    """The admitted uploads; unless they are wanted singly, each Δ goes once it is in the sum.
 
-    The last bits of a client's numbers depend on who shares its steps, and nobody shall notice who was not there.
+    Where clients share steps, a round in which one fails is begun again without it: the last bits of a client's numbers
+    depend on who shares its steps, and nobody shall notice who was not there.
     """
     gate = Gate(problem, limits, brief.round)
+    order, release = problem.federation.largest_first(cohort), None if single else engine.release
     while True:
         before = len(gate.failed)
-        uploads = Uploads(gate.admitted(engine.turns(brief, cohort) if cohort else ()), server.average, cohort)
+        arriving = engine.turns(brief, cohort) if cohort else ()
+        uploads = Uploads(gate.admitted(arriving), server.average, order, release)
         if problem.group == 1 or len(gate.failed) == before:
             return uploads, gate
         gate = Gate(problem, limits, brief.round, gate.failed)
@@ -147,7 +161,7 @@ def merge(problem: Problem, server: Server, state: ServerState, uploads: Uploads
     before = replace(state, move=average, lr=server.lr, cohort=expected_cohort(server, state.clients))
     state = problem.method.merge(before, uploads)
     averaged = uploads.average("buffers") if uploads and "buffers" in uploads[0].vectors else state.buffers
-    return replace(state, weights=state.arrival, buffers=averaged)
+    return replace(state, weights=state.arrival, buffers=averaged, move=_still(state.weights))
 
 
 def _skipped(gate: Gate, limits: Admission, uploads: Uploads) -> str:

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fedflat.errors import RunError
 from fedflat.local import Vectors
 
 ADVICE = "make room or set TMPDIR elsewhere"
+FREED = 2**22  # bytes; a smaller row is not worth the time that it takes to give it back
 LINE = 64  # elements; so that every row begins on a cache line, and kernels see one alignment in every process
 
 
@@ -26,7 +28,7 @@ class Table:
     def __init__(self, path: Path, rows: int, size: int, dtype: torch.dtype, sparse: bool = False) -> None:
         self._spec = (path, rows, size, dtype, sparse)
         stride = -(-size // LINE) * LINE
-        self._bytes, self._reserved = stride * dtype.itemsize, set[int]()
+        self._bytes = stride * dtype.itemsize
         try:
             with path.open("ab") as file:
                 file.truncate(max(rows * self._bytes, 1))
@@ -47,10 +49,16 @@ class Table:
 
     def reserve(self, row: int) -> None:
         """Room on the disk before a row is written through the mapping, where a full disk would kill the process."""
-        if row not in self._reserved and hasattr(os, "posix_fallocate"):
+        if hasattr(os, "posix_fallocate"):
             with self._spec[0].open("r+b") as file:
                 os.posix_fallocate(file.fileno(), row * self._bytes, self._bytes)
-        self._reserved.add(row)
+
+    def free(self, row: int) -> None:
+        """Give a large row's room back, for every process; it takes room anew once it is written to."""
+        start, stop = -(-row * self._bytes // mmap.PAGESIZE), (row + 1) * self._bytes // mmap.PAGESIZE
+        if hasattr(mmap, "MADV_REMOVE") and self._bytes >= FREED:
+            with suppress(OSError):  # where the file system cannot, it stays
+                self._map.madvise(mmap.MADV_REMOVE, start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE)
 
     def store(self, row: int, vector: Tensor) -> None:
         """Write a row as files are written: on a full disk that is an error, where touching the mapping would kill."""
@@ -88,6 +96,9 @@ class Tables:
         for name, table in self._tables.items():
             table.reserve(row)
             table[row].copy_(vectors[name])
+
+    def free(self, row: int, name: str) -> None:
+        self._tables[name].free(row)
 
     def release(self) -> None:
         """Forget all pages in this process, not in the files."""

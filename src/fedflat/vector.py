@@ -117,9 +117,7 @@ class Network:
         self.fixed = self.layout.mask(fixed.__contains__).to(device) if fixed else None
         self.choose_head(None)
         self.weights = self.layout.flatten(dict(self.module.named_parameters()))
-        self.gradient = torch.zeros_like(self.weights)
         self.buffers = _joined(dict(self.module.named_buffers()), self.buffer_layout, self.weights)
-        self._bind_gradient()
         self.bind(self.weights)
         views = self.buffer_layout.views(self.buffers)
         for name, buffer in self.module.named_buffers():
@@ -177,15 +175,25 @@ class Network:
         twin.module.eval().requires_grad_(False)
         return twin
 
-    def _bind_gradient(self) -> None:
-        for parameter, view in zip(self.module.parameters(), self.layout.views(self.gradient).values(), strict=True):
+    @cached_property
+    def gradient(self) -> Tensor:
+        """One vector for all gradients, made when it is first needed: the parameters' `.grad` are views into it."""
+        gradient = torch.zeros_like(self.weights)
+        for parameter, view in zip(self.module.parameters(), self.layout.views(gradient).values(), strict=True):
             parameter.grad = view
+        return gradient
 
     def differentiate(self, objective: Tensor) -> Tensor:
         """The gradient of a scalar with respect to the weights, in the buffer that the next call overwrites."""
         self.gradient.zero_()
         objective.backward()
         return self.gradient
+
+    def slopes(self, objective: Tensor) -> list[Tensor]:
+        """The gradient as autograd makes it, a tensor for each parameter; zeros where the objective has none of it."""
+        parameters = list(self.module.parameters())
+        gradients = torch.autograd.grad(objective, parameters, allow_unused=True, materialize_grads=True)
+        return [gradient.contiguous() for gradient in gradients]
 
     def differentiate_head(self, objective: Tensor) -> Tensor:
         """The gradient with respect to the head alone; the graph stays, so that the pass can be used again."""

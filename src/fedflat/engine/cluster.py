@@ -73,6 +73,9 @@ class Cluster:
             else:
                 yield from map(_completed, answer)
 
+    def release(self, client: int) -> None:
+        pass  # it goes with the upload
+
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:
             self.memory.keep(upload.client, upload.memory)

@@ -27,6 +27,10 @@ class Engine(Protocol):
         """The cohort's uploads in any order; their vectors hold until the next call. A client that fails is refused."""
         ...
 
+    def release(self, client: int) -> None:
+        """Nobody will look at this client's Δ again in this round."""
+        ...
+
     def remember(self, uploads: Uploads) -> None:
         """The uploads were merged: the clients keep what they want to keep."""
         ...
@@ -62,7 +66,8 @@ def groups(problem: Problem, cohort: Sequence[int]) -> list[list[int]]:
     They follow from the recipe and the cohort alone, never from the number of workers. Largest first, so that no worker
     is left with a long turn at the end of the round, and clients of like size stand together.
     """
-    order = sorted(range(len(cohort)), key=lambda i: (-problem.federation.samples(cohort[i]), cohort[i]))
+    position = {client: i for i, client in enumerate(cohort)}
+    order = [position[client] for client in problem.federation.largest_first(cohort)]
     return [order[i : i + problem.group] for i in range(0, len(order), problem.group)]
 
 

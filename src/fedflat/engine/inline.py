@@ -43,6 +43,9 @@ class Inline:
                 return [Refusal(clients[0], "raised", mishap(error, self._worker.stage), error)]
             return [outcome for client in clients for outcome in self._turns(brief, [client])]
 
+    def release(self, client: int) -> None:
+        pass  # it goes with the upload
+
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:
             self.memory.keep(upload.client, upload.memory)

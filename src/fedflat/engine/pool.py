@@ -7,6 +7,7 @@ and nobody else notices.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import time
@@ -74,8 +75,10 @@ class Pool:
         self._context: Any = get_context(start)
         self._numbers = count(1)
         self._given_up = False
+        self._position: dict[int, int] = {}
         self._workers: dict[Any, tuple[int, Any]] = {}
         self._answers = DefaultSelector()
+        gc.freeze()  # the collector would write to all objects, and a forked worker would get its own copy of each
         self._hire_all(workers)
         atexit.register(self.close)  # multiprocessing itself would wait at exit for workers that heed no signal
 
@@ -117,6 +120,7 @@ class Pool:
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
         order = groups(self._problem, cohort)
+        self._position = {client: position for position, client in enumerate(cohort)}
         positions = [position for group in order for position in group]
         self._shared.board.write(0, brief.sent)
         self._shared.lay(positions, [cohort[position] for position in positions])
@@ -128,6 +132,9 @@ class Pool:
             for slot, each in zip(slots, answers, strict=True):
                 lost = isinstance(each, Mishap)
                 yield _refusal(cohort[slot], each) if lost else self._shared.completed(each, slot)
+
+    def release(self, client: int) -> None:
+        self._shared.free(self._position[client])
 
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:
@@ -145,6 +152,7 @@ class Pool:
 
     def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         self._shared.model.write(0, {"weights": state.weights, "buffers": state.buffers})
+        self._shared.vector.reserve(0)
         self._shared.vector[0].copy_(vector)
         for start in range(0, len(clients), self._slots):
             some = clients[start : start + self._slots]
@@ -253,6 +261,7 @@ class Pool:
         for process in processes:
             process.join()
         self._scratch.close()
+        gc.unfreeze()
 
 
 def _sure(answer: Any, about: str) -> Any:

@@ -22,7 +22,7 @@ from fedflat.federation.datasets import Dataset, Samples, load
 from fedflat.federation.splits import Shards
 from fedflat.randomness import numpy_generator
 
-BLOCK = 512  # samples that are made ready at a time
+BLOCK, NUMBERS = 512, 2**19  # samples that are made ready at a time, and the numbers in them
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class Federation:
         """nᵢ, the number of one client's samples."""
         return len(self.shard(client))
 
+    def largest_first(self, clients: Sequence[int]) -> list[int]:
+        """The order in which clients are trained and their uploads summed: by size, then by number."""
+        return sorted(clients, key=lambda client: (-self.samples(client), client))
+
     def empty(self) -> int | None:
         """A client that holds no sample, if there is one."""
         return next((client for client, shard in enumerate(self.shards) if not len(shard)), None)
@@ -59,6 +63,10 @@ class Federation:
     def _total(self) -> int:
         return sum(map(len, self.shards))
 
+    @cached_property
+    def _block(self) -> int:
+        return max(1, min(BLOCK, NUMBERS // self.dataset.train.inputs[0].numel()))
+
     def to(self, dtype: torch.dtype, device: str = "cpu") -> Federation:
         """The same federation with its batches in another precision and its samples on another device."""
         data = self.dataset
@@ -69,7 +77,7 @@ class Federation:
         self, client: int, size: int, steps: int, order: torch.Generator | None, chance: torch.Generator | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The client's next batches; where nothing is drawn for them, many are fetched and normalised at a time."""
-        block = 1 if self.augment.draws and chance is not None else max(1, BLOCK // (size or BLOCK))
+        block = 1 if self.augment.draws and chance is not None else max(1, self._block // (size or self._block))
         indices = batch_indices(self.shard(client), size, steps, order)
         while together := list(islice(indices, block)):
             inputs, labels = self.batch(torch.cat(together), chance)
@@ -90,7 +98,7 @@ class Federation:
         indices = pad_sequence(each, batch_first=True)
         shares = (torch.arange(indices.shape[1]) < lengths).to(self.dtype) / lengths.clamp(min=1)
         shares = shares.to(self.dataset.train.inputs.device)
-        block = len(clients) * max(1, BLOCK // (len(clients) * indices.shape[1]))
+        block = len(clients) * max(1, self._block // (len(clients) * indices.shape[1]))
         for some, theirs in zip(indices.split(block), shares.split(block), strict=True):
             inputs, labels = self.batch(some.flatten(), None)
             shape = (-1, len(clients), some.shape[1])

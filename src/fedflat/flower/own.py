@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -49,6 +49,10 @@ class OwnData(Federation):
         if self.client == NOBODY and client not in self.sizes:
             raise DataError(f"client {client} was not connected when the deployment began, so its size is not known")
         return self.sizes[client] if client in self.sizes else len(self.shard(client))
+
+    def largest_first(self, clients: Sequence[int]) -> list[int]:
+        """As in a simulation, as far as the sizes are known; the other clients come last."""
+        return sorted(clients, key=lambda client: (-self.sizes.get(client, 0), client))
 
     def empty(self) -> int | None:
         return None if self.client == NOBODY or len(self.shards[0]) else self.client

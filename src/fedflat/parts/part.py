@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -48,7 +47,7 @@ class ServerState:
 
     def update(self, move: Tensor | None = None, **vectors: Tensor) -> ServerState:
         """The state with some of its vectors, and perhaps the move, replaced."""
-        return dataclasses.replace(self, vectors={**self.vectors, **vectors}, move=self.move if move is None else move)
+        return replace(self, vectors={**self.vectors, **vectors}, move=self.move if move is None else move)
 
 
 @dataclass(frozen=True)
@@ -75,34 +74,44 @@ class Upload:
 
 
 class Uploads(Sequence[Upload]):
-    """The uploads of a round in the order of client ids, so that every sum is made in one order.
+    """The uploads of a round, with every sum made in one order: that of the clients given, or of their numbers.
 
-    They may still be coming in, from a cohort that is known: the sum of the Δᵢ is then made while others train, as far
-    as the clients have come without a gap.
+    They may still be coming in: the sum of the Δᵢ is made while others train, as far as the clients have come without a
+    gap. If `release` is given no Δᵢ is kept beyond that, and it is told whose can go.
     """
 
     def __init__(
-        self, arriving: Iterable[Upload], by: Literal["uniform", "samples"], cohort: Sequence[int] = ()
+        self,
+        arriving: Iterable[Upload],
+        by: Literal["uniform", "samples"],
+        order: Sequence[int] = (),
+        release: Callable[[int], None] | None = None,
     ) -> None:
+        self._by, self._release = by, release
         self._delta = torch.zeros(0)
         self._uploads: list[Upload] = []
         self._shares: list[int] = []
-        waiting, order = dict[int, Upload](), deque(sorted(cohort))
+        waiting, due = dict[int, Upload](), deque(order)
         for upload in arriving:
             waiting[upload.client] = upload
-            while order and order[0] in waiting:
-                self._add(waiting.pop(order.popleft()), by)
-        for client in sorted(waiting):
-            self._add(waiting[client], by)
+            while due and due[0] in waiting:
+                self._add(waiting.pop(due.popleft()))
+        late = [client for client in due if client in waiting]
+        for client in [*late, *sorted(waiting.keys() - {*late})]:
+            self._add(waiting[client])
         total = sum(self._shares)
         self.weights = [share / total for share in self._shares]
+        self._delta.div_(total or 1)
 
-    def _add(self, upload: Upload, by: Literal["uniform", "samples"]) -> None:
-        share = upload.samples if by == "samples" else 1
+    def _add(self, upload: Upload) -> None:
+        share = upload.samples if self._by == "samples" else 1
         if self._uploads:
             self._delta.add_(upload.delta, alpha=share)
         else:
             self._delta = upload.delta * share
+        if self._release:
+            upload = replace(upload, delta=upload.delta.new_empty(0))
+            self._release(upload.client)
         self._uploads.append(upload)
         self._shares.append(share)
 
@@ -124,7 +133,7 @@ class Uploads(Sequence[Upload]):
 
     def average(self, name: str) -> Tensor:
         """Σᵢ pᵢ xᵢ with the recipe's weights, uniform or by samples."""
-        return self._delta / sum(self._shares) if name == "delta" else self.sum(name, self.weights)
+        return self._delta if name == "delta" else self.sum(name, self.weights)
 
 
 def option(
