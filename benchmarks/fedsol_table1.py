@@ -1,0 +1,93 @@
+"""FedSoL's Table 1 on CIFAR-10, LDA α = 0.1: our learning curves beside the accuracies that the paper ends with.
+
+    FEDFLAT_DATA=… python benchmarks/fedsol_table1.py [--rounds 100] [--precision bf16] [--out sweeps/fedsol-table1]
+
+Six methods, one seed, the paper's settings but for the rounds and the precision; about two hours of two cores. It goes
+on where it was stopped. Prints a Markdown table and writes docs/figures/fedsol-table1.png.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+from fedflat.report.picture import Curve, new_figure, save_figure
+from fedflat.report.tables import published
+
+ROOT = Path(__file__).parents[1]
+SETTING = "CIFAR-10 α=0.1"
+METHODS = {
+    "FedAvg": "fedavg",
+    "FedProx": "fedprox(1.0)",
+    "FedNTD": "fedntd",
+    "FedSAM": "fedsam(0.1)",
+    "FedASAM": "fedasam(1.0, eta=0.0, biases=True)",
+    "FedSoL": "fedsol",
+}
+LAST = 5  # evaluations that the mean is taken over
+
+
+def sweep(rounds: int, precision: str, out: Path) -> None:
+    settings = [f"server.rounds={rounds}", f"precision={precision}", "evaluation.every=5"]
+    chosen = [f"setting={SETTING}", "seed=0", *(f"method={method}" for method in METHODS.values())]
+    command = [sys.executable, "-m", "fedflat.cli", "sweep", str(ROOT / "recipes" / "fedsol-table1.toml")]
+    command += [part for each in chosen for part in ("--only", each)]
+    command += [part for each in settings for part in ("--set", each)]
+    subprocess.run([*command, "--jobs", "1", "--out", str(out)], check=True)
+
+
+def curves_of(out: Path) -> dict[str, Curve]:
+    asked = {json.loads(path.read_text())["asked"]["method"]: path.parent for path in out.glob("*/result.json")}
+    return {name: curve(asked[method]) for name, method in METHODS.items()}
+
+
+def curve(run: Path) -> Curve:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(record["round"], 100 * record["accuracy"]) for record in records if "accuracy" in record]
+
+
+def papers() -> dict[str, tuple[float, float]]:
+    """The published mean and standard deviation of each method."""
+    table = published("fedsol-table1")
+    column = next(i for i, each in enumerate(table.columns) if each.match == {"setting": SETTING})
+    texts = {row.heads[0]: value[column].text for row, value in zip(table.rows, table.values, strict=True)}
+    pairs = {name: texts[name].rstrip(" ↑↓").split("±") for name in METHODS}
+    return {name: (float(middle), float(spread)) for name, (middle, spread) in pairs.items()}
+
+
+def draw(curves: dict[str, Curve], ends: dict[str, tuple[float, float]], path: Path) -> None:
+    figure = new_figure(8, 4.5)
+    ours, theirs = figure.subplots(1, 2, sharey=True, width_ratios=[4, 1])
+    for place, (name, points) in enumerate(curves.items()):
+        ours.plot(*zip(*points, strict=True), label=name, color=f"C{place}")
+        theirs.errorbar(place, ends[name][0], yerr=ends[name][1], fmt="o", color=f"C{place}", capsize=3)
+    ours.set(xlabel="round", ylabel="test accuracy (%)", title="ours, one seed")
+    theirs.set(title="paper, round 300", xticks=range(len(curves)), xlim=(-1, len(curves)))
+    theirs.set_xticklabels(curves, rotation=90)
+    for axes in ours, theirs:
+        axes.grid(alpha=0.3)
+    ours.legend(frameon=False)
+    save_figure(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--out", type=Path, default=Path("sweeps/fedsol-table1"))
+    options = parser.parse_args()
+    sweep(options.rounds, options.precision, options.out)
+    curves, ends = curves_of(options.out), papers()
+    print(f"| method | round {options.rounds} | mean of the last {LAST} evaluations | best | paper, round 300 |")
+    print("|---|---|---|---|---|")
+    for name, points in curves.items():
+        values, (middle, spread) = [value for _, value in points], ends[name]
+        ours = f"{values[-1]:.2f} | {mean(values[-LAST:]):.2f} | {max(values):.2f}"
+        print(f"| {name} | {ours} | {middle:.2f} ± {spread:.2f} |")
+    draw(curves, ends, ROOT / "docs" / "figures" / "fedsol-table1.png")
+
+
+if __name__ == "__main__":
+    main()
