@@ -1,6 +1,6 @@
 """One client's training in one round: the local step that all methods share, and nothing else.
 
-    g = clip( a · ∇[loss + Σ terms](w + ε) + pull ) + decay · w          v ← β v + g          w ← w − η v
+    g = clip( a · ∇[loss + Σ terms](w + ε) ) + pull + decay · w          v ← β v + g          w ← w − η v
 
 A method's parts fill in a, ε, the terms, the pull and the decay before the first step (`Part.plan`); here they are only
 obeyed. All vectors are flat, of size d.

@@ -51,7 +51,7 @@ class Data(Named):
 
 
 class Split(Named):
-    """Who holds which samples (methods.md has the definitions under the same names)."""
+    """Who holds which samples; federation/splits.py has the definitions under the same names."""
 
     name: str = Field("dirichlet", description="iid, dirichlet, lda, pathological, shards, natural or sizes")
     clients: int = Field(20, ge=0, le=1_000_000, description="number of clients m; 0 = one for each group (natural)")

@@ -85,6 +85,12 @@ def test_a_run_given_twice_counts_once(tmp_path):
     assert [each.path for each in line.runs] == [run]
 
 
+def test_an_export_inside_a_run_is_no_run_of_its_own(tmp_path):
+    run = written(tmp_path / "runs" / "0001", [])
+    written(run / "export", [])
+    assert [each.path for line in read_lines([tmp_path / "runs"]) for each in line.runs] == [run]
+
+
 def test_a_line_that_is_still_being_written_does_not_count_and_a_damaged_one_is_named(tmp_path):
     path = written(tmp_path / "run", [record(1), record(2)])
     with (path / "metrics.jsonl").open("a") as file:

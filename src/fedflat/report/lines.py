@@ -104,7 +104,9 @@ def read_lines(paths: Sequence[Path]) -> list[Line]:
 def _runs_in(path: Path) -> list[Path]:
     if (path / "recipe.toml").is_file() or not path.is_dir():
         return [path]
-    return sorted(recipe.parent for recipe in path.rglob("recipe.toml")) or [path]
+    found = {recipe.parent for recipe in path.rglob("recipe.toml")}
+    # What lies inside a run, such as its export, is no other run.
+    return sorted(run for run in found if found.isdisjoint(run.parents)) or [path]
 
 
 def read_run(path: Path) -> Run:
