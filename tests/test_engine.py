@@ -18,7 +18,7 @@ from fedflat.engine import pool
 from fedflat.engine.inline import Inline
 from fedflat.errors import TrainingError
 from fedflat.methods import parse
-from fedflat.parts import ServerState
+from fedflat.parts import ServerState, Upload, Uploads
 from fedflat.recipe import Evaluation, Local, Server
 from fedflat.server import conduct, first_state
 from fedflat.vector import Network
@@ -210,6 +210,21 @@ def test_updates_are_kept_singly_for_a_part_that_merges(digits, method):
     engine.release = gone.append
     conduct(problem, Server(cohort=3), state, engine, [1, 2, 5])
     assert sorted(gone) == ([1, 2, 5] if method == "fedavg" else [])
+
+
+def test_a_client_that_is_away_does_not_hold_the_sum_up():
+    def arriving():
+        for client in (7, 5, 4):
+            yield Upload(client, 1, 1, 0.1, 0.0, torch.tensor([float(client)]))
+            if client == 7:
+                away.add(9)
+            seen.append([*gone])
+
+    away, gone, seen = set[int](), list[int](), list[list[int]]()
+    uploads = Uploads(arriving(), "uniform", [9, 7, 4, 5], away, gone.append)
+    assert seen == [[], [7], [7, 4, 5]]
+    assert [upload.client for upload in uploads] == [7, 4, 5]
+    assert uploads.average("delta") == (7 + 4 + 5) / 3
 
 
 def test_a_pool_whose_round_was_given_up_says_so_instead_of_mixing_rounds(digits):

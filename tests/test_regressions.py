@@ -15,6 +15,7 @@ from fedflat.engine.inline import Inline
 from fedflat.local import LocalRule
 from fedflat.methods import parse
 from fedflat.parts import LookbackAscent
+from fedflat.personal import personalise
 from fedflat.recipe import Local, Server
 from fedflat.server import conduct, draw_cohort, first_state
 from fedflat.store import Scratch
@@ -101,6 +102,15 @@ def test_frozen_parameters_stay_where_they_are(digits):
         trained = train(digits, module, method, rounds=2, weight_decay=0.1, engine="inline").model
         assert torch.equal(trained[1].weight, before)
         assert not torch.equal(trained[3].weight, module[3].weight)
+
+
+def test_frozen_parameters_stay_where_they_are_in_fine_tuning_too(digits):
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
+    module[1].requires_grad_(False)
+    problem = Problem(digits, Network(module), parse("fedavg"), Local(weight_decay=0.1))
+    before = module[1].weight.clone()
+    assert personalise(problem, problem.network.weights.clone(), epochs=(1,), size=40)
+    assert torch.equal(module[1].weight, before)
 
 
 def test_the_head_is_what_makes_the_output_and_not_what_is_defined_last():

@@ -33,6 +33,7 @@ class Gate:
     def __init__(self, problem: Problem, limits: Admission, round: int, failed: Iterable[Refusal] = ()) -> None:
         self._problem, self._limits, self._round = problem, limits, round
         self.refused = list(failed)
+        self.away = {refusal.client for refusal in self.refused}
 
     @property
     def failed(self) -> list[Refusal]:
@@ -65,6 +66,7 @@ class Gate:
 
     def _refuse(self, refusal: Refusal) -> None:
         self.refused.append(refusal)
+        self.away.add(refusal.client)
         if isinstance(refusal.error, FedflatError):  # a mistake in the recipe, not a client's mishap
             raise refusal.error
         if self._limits.failures == "stop":

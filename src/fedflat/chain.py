@@ -30,6 +30,7 @@ class Chain:
 
     @cached_property
     def _gradients(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        assert all(weight.grad is not None for weight, _ in self._parameters), "the network has no gradient vector yet"
         return [(weight.grad, None if bias is None else bias.grad) for weight, bias in self._parameters]
 
     def rows(self, weights: Tensor) -> Rows:

@@ -86,7 +86,7 @@ class LocalRule:
 
     @property
     def direct(self) -> bool:
-        """Whether a step goes down the gradient at w as it is: with momentum and decay, but nothing done to it."""
+        """Whether a step goes down ∇[loss + Σ terms](w) as it is, with momentum and decay but nothing else."""
         bare = self.pull is None and self.ascent is None and self.frozen is None and not self.pairs
         return bare and not self.clip and self.scale == 1.0
 
@@ -227,14 +227,12 @@ class Slope:
         if chain and rule.plain:
             self._note_loss(chain.descend(self._inputs, self._labels, lr, decay))
         elif rule.direct and not chain:
-            slopes = self.network.slopes(self._objective(None, True))
-            _descend(self._views(self.weights), slopes, self._views(velocity), lr, rule.momentum, decay)
+            gradients = self.network.partials(self._objective(None, True))
+            velocities = [] if velocity is None else [*self.network.layout.views(velocity).values()]
+            _descend([*self.network.module.parameters()], gradients, velocities, lr, rule.momentum, decay)
         else:
             return False
         return True
-
-    def _views(self, vector: Tensor | None) -> list[Tensor]:
-        return [] if vector is None else [*self.network.layout.views(vector).values()]
 
     def in_head(self, terms: tuple[Term, ...]) -> Tensor:
         """The terms' gradient at w with respect to the head alone. The pass through the body is kept for `at_head`."""

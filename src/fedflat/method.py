@@ -76,7 +76,7 @@ class Method:
 
     @property
     def only_averages(self) -> bool:
-        """Whether the server needs no more of the clients' Δ than their average."""
+        """Whether no part merges, so that the server needs no more of the clients' Δ than their average."""
         return all(type(part).merge is Part.merge for part in self.parts)
 
     @property

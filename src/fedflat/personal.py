@@ -196,6 +196,7 @@ class Adaptation:
             weight_decay=local.weight_decay,
             clip=local.clip or None,
             clip_mode=local.clip_mode,
+            frozen=problem.network.fixed,
             length=length,
             falling=ALONE if self.how == "local" else 1.0,
         )

@@ -20,6 +20,8 @@ from fedflat.parts import ServerState, Uploads
 from fedflat.randomness import numpy_generator
 from fedflat.recipe import Admission, Evaluation, Server
 
+SINGLE = {*MEASURES, "local"}  # measures that look at each client's Δ
+
 
 @dataclass(frozen=True)
 class RoundReport:
@@ -103,7 +105,7 @@ def conduct(
         sent["buffers"] = state.buffers
     brief = Brief(state.round, problem.local.lr * problem.local.lr_decay**state.round, sent)
     limits = limits or Admission()
-    single = bool(watch and watch.measures) or not problem.method.only_averages
+    single = bool(watch and SINGLE & {*watch.measures}) or not problem.method.only_averages
     uploads, gate = _heard(problem, server, engine, brief, cohort, limits, single)
     report = RoundReport(
         cohort=sorted(_same(upload.client) for upload in uploads),
@@ -144,11 +146,12 @@ def _heard(
     depend on who shares its steps, and nobody shall notice who was not there.
     """
     gate = Gate(problem, limits, brief.round)
-    order, release = problem.federation.largest_first(cohort), None if single else engine.release
+    release = None if single else engine.release
     while True:
         before = len(gate.failed)
         arriving = engine.turns(brief, cohort) if cohort else ()
-        uploads = Uploads(gate.admitted(arriving), server.average, order, release)
+        order = problem.federation.largest_first(cohort)
+        uploads = Uploads(gate.admitted(arriving), server.average, order, gate.away, release)
         if problem.group == 1 or len(gate.failed) == before:
             return uploads, gate
         gate = Gate(problem, limits, brief.round, gate.failed)

@@ -93,9 +93,9 @@ class Tables:
         return {name: table[row] for name, table in self._tables.items()}
 
     def write(self, row: int, vectors: Mapping[str, Tensor]) -> None:
-        for name, table in self._tables.items():
-            table.reserve(row)
-            table[row].copy_(vectors[name])
+        for name in self._tables.keys() & vectors.keys():
+            self._tables[name].reserve(row)
+            self._tables[name][row].copy_(vectors[name])
 
     def free(self, row: int, name: str) -> None:
         self._tables[name].free(row)

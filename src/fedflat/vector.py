@@ -1,4 +1,4 @@
-"""A model as one flat vector: parameters are views into it, gradients are views into a second one.
+"""A model as one flat vector: parameters are views into it, gradients views into a second one where one is needed.
 
 All of the mathematics of the methods happens on these vectors of size d; the module only runs the network.
 """
@@ -189,8 +189,8 @@ class Network:
         objective.backward()
         return self.gradient
 
-    def slopes(self, objective: Tensor) -> list[Tensor]:
-        """The gradient as autograd makes it, a tensor for each parameter; zeros where the objective has none of it."""
+    def partials(self, objective: Tensor) -> list[Tensor]:
+        """The gradient as autograd makes it, a tensor for each parameter; zeros for one that has no part in it."""
         parameters = list(self.module.parameters())
         gradients = torch.autograd.grad(objective, parameters, allow_unused=True, materialize_grads=True)
         return [gradient.contiguous() for gradient in gradients]

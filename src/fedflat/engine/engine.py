@@ -24,7 +24,10 @@ class Engine(Protocol):
         ...
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
-        """The cohort's uploads in any order; their vectors hold until the next call. A client that fails is refused."""
+        """The cohort's uploads in any order, and a refusal for each client that fails.
+
+        An upload's vectors hold until the next call, its Δ no longer than until it is released.
+        """
         ...
 
     def release(self, client: int) -> None:

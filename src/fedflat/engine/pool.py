@@ -78,7 +78,8 @@ class Pool:
         self._position: dict[int, int] = {}
         self._workers: dict[Any, tuple[int, Any]] = {}
         self._answers = DefaultSelector()
-        gc.freeze()  # the collector would write to all objects, and a forked worker would get its own copy of each
+        if start == "fork":
+            gc.freeze()  # the collector would write to all objects, and each worker would get its own copy of them
         self._hire_all(workers)
         atexit.register(self.close)  # multiprocessing itself would wait at exit for workers that heed no signal
 
@@ -152,7 +153,6 @@ class Pool:
 
     def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         self._shared.model.write(0, {"weights": state.weights, "buffers": state.buffers})
-        self._shared.vector.reserve(0)
         self._shared.vector[0].copy_(vector)
         for start in range(0, len(clients), self._slots):
             some = clients[start : start + self._slots]

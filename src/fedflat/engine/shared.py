@@ -55,8 +55,8 @@ class Shared:
         sent = {name: vector.numel() for name, vector in problem.method.send(state).items()}
         uploads = dict.fromkeys(("delta", *problem.method.uploads), size)
         self.board = Tables(scratch.path / "sent", 1, {**sent, "buffers": shared}, dtype)
-        self.model = Tables(scratch.path / "model", 1, {"weights": size, "buffers": statistics}, dtype, sparse=True)
-        self.vector = Table(scratch.path / "vector", 1, size, dtype, sparse=True)
+        self.model = Tables(scratch.path / "model", 1, {"weights": size, "buffers": statistics}, dtype)
+        self.vector = Table(scratch.path / "vector", 1, size, dtype)
         self.slots = Tables(scratch.path / "upload", slots, {**uploads, "buffers": shared}, dtype, sparse=True)
         self.kept = Tables(scratch.path / "kept", slots, problem.memory, dtype, sparse=True)
         self.memory = Memory(scratch.path, problem.federation.clients, problem.memory, dtype)

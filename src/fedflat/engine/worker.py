@@ -74,7 +74,7 @@ def _left(worker: Worker, shared: Shared, upload: Upload, slot: int) -> Numbers 
 
 def _tell(worker: Worker, shared: Shared, task: Task) -> None:
     (slot,), (client,) = shared.who(task.start, task.stop)
-    shared.slots[slot]["delta"].copy_(worker.answer(*shared.shown(worker), client, shared.vector[0]))
+    shared.slots.write(slot, {"delta": worker.answer(*shared.shown(worker), client, shared.vector[0])})
 
 
 def _score(worker: Worker, shared: Shared, task: Task) -> Score:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -77,7 +77,7 @@ class Uploads(Sequence[Upload]):
     """The uploads of a round, with every sum made in one order: that of the clients given, or of their numbers.
 
     They may still be coming in: the sum of the Δᵢ is made while others train, as far as the clients have come without a
-    gap. If `release` is given no Δᵢ is kept beyond that, and it is told whose can go.
+    gap but for those who are `away`. If `release` is given no Δᵢ is kept beyond that, and it is told whose can go.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Uploads(Sequence[Upload]):
         arriving: Iterable[Upload],
         by: Literal["uniform", "samples"],
         order: Sequence[int] = (),
+        away: Set[int] = frozenset(),
         release: Callable[[int], None] | None = None,
     ) -> None:
         self._by, self._release = by, release
@@ -94,14 +95,17 @@ class Uploads(Sequence[Upload]):
         waiting, due = dict[int, Upload](), deque(order)
         for upload in arriving:
             waiting[upload.client] = upload
-            while due and due[0] in waiting:
-                self._add(waiting.pop(due.popleft()))
-        late = [client for client in due if client in waiting]
-        for client in [*late, *sorted(waiting.keys() - {*late})]:
-            self._add(waiting[client])
+            while due and (due[0] in waiting or due[0] in away):
+                self._take(waiting, due.popleft())
+        for client in [*due, *sorted(waiting)]:
+            self._take(waiting, client)
         total = sum(self._shares)
         self.weights = [share / total for share in self._shares]
         self._delta.div_(total or 1)
+
+    def _take(self, waiting: dict[int, Upload], client: int) -> None:
+        if client in waiting:
+            self._add(waiting.pop(client))
 
     def _add(self, upload: Upload) -> None:
         share = upload.samples if self._by == "samples" else 1
