@@ -102,25 +102,31 @@ def _value(text: str) -> Value | None:
 
 
 def compared(table: Published, rows: Sequence[Row]) -> Sheet:
-    """Published and measured numbers line by line; where there are only either, those alone."""
+    """Published and measured numbers line by line; where there are only either, those alone.
+
+    Beside results of ours the columns without any of them are left out.
+    """
     rows = [row for row in rows if any(_belongs(row, place) for place in _places(table))]
     scales = sorted({row["scale"] for row in rows})
     if len(scales) > 1:
         raise RecipeError(f"results of the scales {' and '.join(scales)} in one table; give those of one at a time")
     ours = [[_measured(table, row, column, rows) for column in table.columns] for row in table.rows] if rows else []
+    everything = range(len(table.columns))
+    shown = [j for j in everything if any(line[j] is not None for line in ours)] or [*everything]
     silent = rows and all(value is None for line in table.values for value in line)
     papers_bold, our_bold = _bold(table, table.values), _bold(table, ours) if rows else set()
     blocks = []
     for i, row in enumerate(table.rows):
         name = f"{row.group} {row.heads[0]}".strip()
-        lines = [(name, "paper", [_cell(value, (i, j) in papers_bold) for j, value in enumerate(table.values[i])])]
-        if rows:
-            arrows = [_arrow(table, row, column, rows) for column in table.columns]
-            cells = [_cell(value, (i, j) in our_bold, arrows[j]) for j, value in enumerate(ours[i])]
-            lines.append((name, "ours", cells))
-            lines.append((name, "Δ", [*map(_difference, ours[i], table.values[i], [_digits(table, row)] * len(cells))]))
+        lines = [(name, "paper", [_cell(table.values[i][j], (i, j) in papers_bold) for j in shown])]
+        if rows and any(ours[i]):
+            arrows = {j: _arrow(table, row, table.columns[j], rows) for j in shown}
+            digits = _digits(table, row)
+            lines.append((name, "ours", [_cell(ours[i][j], (i, j) in our_bold, arrows[j]) for j in shown]))
+            lines.append((name, "Δ", [_difference(ours[i][j], table.values[i][j], digits) for j in shown]))
         blocks.append(lines[1:2] if silent else lines)
-    heads = [list(level) for level in zip(*(column.heads for column in table.columns), strict=True)]
+    blocks = [lines for lines in blocks if lines]
+    heads = [list(level) for level in zip(*(table.columns[j].heads for j in shown), strict=True)]
     notes = [f"Source: {table.source}", *(settings_notes(table.name, rows) if rows else ()), *table.notes]
     scale = f" (ours at scale {scales[0]})" if scales and scales[0] != FULL else ""
     return Sheet(table.title + scale, heads, blocks, notes)
