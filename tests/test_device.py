@@ -18,11 +18,18 @@ from fedflat.server import first_state
 from fedflat.vector import Network
 
 
+@torch.no_grad()
+def descend(ws, gs, vs, lr, momentum, decay):
+    """What the fused kernel touches."""
+    for w, g, v in zip(ws, gs, vs or gs, strict=True):
+        w.add_(g + v)
+
+
 @pytest.fixture
 def imagined(monkeypatch):
     """A federation on the meta device; what would read a number or has no kernel there is left out."""
     monkeypatch.setattr(Notes, "means", lambda self: {"loss": 0.0})
-    monkeypatch.setattr(local, "_descend", lambda w, g, v, lr, momentum, decay: w.add_(g + (0 if v is None else v)))
+    monkeypatch.setattr(local, "_descend", descend)
     samples, dataset = Samples.__new__(Samples), Dataset.__new__(Dataset)
     images, labels = torch.empty(24, 3, 8, 8, dtype=torch.uint8, device="meta"), torch.empty(24, device="meta").long()
     vars(samples).update(inputs=images, labels=labels, groups=None)
@@ -37,9 +44,10 @@ def net():
 READ_NUMBERS = {"fedntd", "fedgf"}  # they pick entries by value, which no shape can tell
 
 
+@pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("method", sorted({*CATALOGUE, "fedsmoo + man(0.1)"} - READ_NUMBERS))
-def test_a_turn_of_every_method_stays_on_its_device(imagined, method):
-    problem = Problem(imagined, Network(net(), device="meta"), parse(method), Local(batch=4, momentum=0.9, clip=1.0))
+def test_a_turn_of_every_method_stays_on_its_device(imagined, method, clip):
+    problem = Problem(imagined, Network(net(), device="meta"), parse(method), Local(batch=4, momentum=0.9, clip=clip))
     state = first_state(problem)
     upload = Worker(problem).turn(Brief(0, 0.1, problem.method.send(state)), 1, None)
     vectors = [upload.delta, *upload.vectors.values(), *upload.memory.values()]
