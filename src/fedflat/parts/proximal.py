@@ -32,7 +32,7 @@ class ProximalAscent(Part):
     Λ is 1 (`fixed`), or per tensor |w − w_g|/‖w − w_g‖ (`layer`, the paper's Eq. 11), or the same normalised over the
     first dimension only (`dim0`, the authors' code; a far larger radius). `scope` perturbs all, the head or the body.
     With the head the body is run once a step, and its activations serve both passes. From fresh weights a fixed ρ = 2
-    over all layers makes the first round diverge in the setting of its Table 1; the head alone, or another Λ, does not.
+    over all layers made the first round diverge in the setting of the paper's Table 1; the head alone did not.
 
     Deviations: at w = w_g the gradient of a KL is rounding noise, which the authors' code scales up to the full radius;
     here ε = 0 where ‖g_p‖ < `zero`, and `zero = 0` repeats the authors. Their code for sources other than KL is not
