@@ -1,31 +1,12 @@
 """Runs as a report compares them: which of them make one line, how it is called, and what is read of each."""
 
-import json
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded import record, run_of, written
 
 from fedflat.errors import RunError
-from fedflat.recipe import load
-from fedflat.report.lines import Line, Run, read_lines, read_run, thinned
-
-
-def record(round, **values):
-    return {"round": round, "bytes_down": 3_000_000, "bytes_up": 1_000_000, "seconds": 0.5, **values}
-
-
-def run_of(records, *settings, path="runs/1"):
-    return Run(Path(path), load(None, settings), records)
-
-
-def written(path, records, *settings):
-    """The directory of a run, as far as a report reads it."""
-    path.mkdir(parents=True)
-    (path / "recipe.toml").write_text(load(None, settings).to_toml())
-    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
-    return path
+from fedflat.report.lines import Line, read_lines, read_run, thinned
 
 
 @st.composite

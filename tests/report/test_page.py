@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import plotly.graph_objects as go
 import pytest
+from recorded import record, run_of, written
 
 from fedflat import federate, train
 from fedflat.cli import main
@@ -23,7 +24,7 @@ from fedflat.flatness import Landscape
 from fedflat.prepare import gather, prepare
 from fedflat.recipe import load
 from fedflat.report import figures
-from fedflat.report.lines import Line, Run, read_run
+from fedflat.report.lines import Line, read_run
 from fedflat.report.page import LIMIT, collect, page
 from fedflat.report.sections import Content
 from fedflat.run import execute
@@ -76,22 +77,6 @@ def quiet(_):
 
 def made(*paths, **options):
     return page(collect(paths, quiet, **options))
-
-
-def record(round, **values):
-    return {"round": round, "bytes_down": 3_000_000, "bytes_up": 1_000_000, "seconds": 0.5, **values}
-
-
-def run_of(records, *settings, path="runs/1"):
-    return Run(Path(path), load(None, settings), records)
-
-
-def written(path, records, *settings):
-    """The directory of a run, as far as a report reads it."""
-    path.mkdir(parents=True)
-    (path / "recipe.toml").write_text(load(None, settings).to_toml())
-    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
-    return path
 
 
 def bowl(height, span=1.0):

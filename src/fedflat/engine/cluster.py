@@ -59,7 +59,7 @@ class Cluster:
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
         board = self._ray.put((brief.round, brief.lr, arrays(brief.sent)))
-        left = deque([cohort[position] for position in group] for group in groups(self._problem, cohort))
+        left = deque(groups(self._problem, cohort))
 
         def job(clients: list[int]) -> Job:
             kept = [None if (row := self.memory[client]) is None else arrays(row) for client in clients]

@@ -64,13 +64,12 @@ def one_thread() -> Iterator[None]:
 
 
 def groups(problem: Problem, cohort: Sequence[int]) -> list[list[int]]:
-    """The positions in the cohort that share a step, the largest clients first.
+    """The clients that share a step, the largest first.
 
     They follow from the recipe and the cohort alone, never from the number of workers. Largest first, so that no worker
     is left with a long turn at the end of the round, and clients of like size stand together.
     """
-    position = {client: i for i, client in enumerate(cohort)}
-    order = [position[client] for client in problem.federation.largest_first(cohort)]
+    order = problem.federation.largest_first(cohort)
     return [order[i : i + problem.group] for i in range(0, len(order), problem.group)]
 
 

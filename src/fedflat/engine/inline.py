@@ -27,8 +27,7 @@ class Inline:
         )
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
-        for group in groups(self._problem, cohort):
-            clients = [cohort[position] for position in group]
+        for clients in groups(self._problem, cohort):
             yield from self._turns(brief, clients)
             self.memory.release(clients)
 

@@ -75,7 +75,7 @@ class Pool:
         self._context: Any = get_context(start)
         self._numbers = count(1)
         self._given_up = False
-        self._position: dict[int, int] = {}
+        self._places: dict[int, int] = {}
         self._workers: dict[Any, tuple[int, Any]] = {}
         self._answers = DefaultSelector()
         if start == "fork":
@@ -120,22 +120,22 @@ class Pool:
         return process.exitcode, told
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
-        order = groups(self._problem, cohort)
-        self._position = {client: position for position, client in enumerate(cohort)}
-        positions = [position for group in order for position in group]
+        sharing = groups(self._problem, cohort)
+        order = [client for clients in sharing for client in clients]
+        self._places = {client: place for place, client in enumerate(order)}
         self._shared.board.write(0, brief.sent)
-        self._shared.lay(positions, [cohort[position] for position in positions])
-        ends = list(accumulate(map(len, order), initial=0))
+        self._shared.lay(order)
+        ends = accumulate(map(len, sharing), initial=0)
         tasks = [Task(b"tu", next(self._numbers), brief.round, brief.lr, *span) for span in pairwise(ends)]
         for task, answer in self._each(tasks):
-            slots = positions[task.start : task.stop]
+            slots = range(task.start, task.stop)
             answers = [answer] * len(slots) if isinstance(answer, Mishap) else answer
             for slot, each in zip(slots, answers, strict=True):
                 lost = isinstance(each, Mishap)
-                yield _refusal(cohort[slot], each) if lost else self._shared.completed(each, slot)
+                yield _refusal(order[slot], each) if lost else self._shared.completed(each, slot)
 
     def release(self, client: int) -> None:
-        self._shared.free(self._position[client])
+        self._shared.free(self._places[client])
 
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:
@@ -156,7 +156,7 @@ class Pool:
         self._shared.vector[0].copy_(vector)
         for start in range(0, len(clients), self._slots):
             some = clients[start : start + self._slots]
-            self._shared.lay(range(len(some)), some)
+            self._shared.lay(some)
             tasks = [Task(b"as", next(self._numbers), 0, 0.0, i, i + 1) for i in range(len(some))]
             told, due = set[int](), 0
             for task, answer in self._each(tasks):

@@ -60,7 +60,7 @@ class Shared:
         self.slots = Tables(scratch.path / "upload", slots, {**uploads, "buffers": shared}, dtype, sparse=True)
         self.kept = Tables(scratch.path / "kept", slots, problem.memory, dtype, sparse=True)
         self.memory = Memory(scratch.path, problem.federation.clients, problem.memory, dtype)
-        self.order = Tables(scratch.path / "order", 1, {"slots": slots, "clients": slots}, torch.int64)
+        self.order = Table(scratch.path / "order", 1, slots, torch.int64)
         # Where all of it does not fit into memory, no process shall hold what it has done with.
         self._frugal = not scratch.in_memory
         # The number of the task that each worker is at, since when, and at which stage of it; 0 if it waits for one.
@@ -68,15 +68,13 @@ class Shared:
         self.since = Table(scratch.path / "since", 1, workers, torch.float64)
         self.stage = Table(scratch.path / "stage", workers, 1, torch.int64)
 
-    def lay(self, slots: Sequence[int], clients: Sequence[int]) -> None:
-        """The order of a round: who takes part, and in which slot the upload is left."""
-        for name, values in ("slots", slots), ("clients", clients):
-            self.order[0][name][: len(values)] = torch.tensor(values)
+    def lay(self, clients: Sequence[int]) -> None:
+        """The order of a round: who takes part. A client's place in it is also its upload's slot."""
+        self.order[0][: len(clients)] = torch.tensor(clients)
 
-    def who(self, start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Slots and clients of a task."""
-        order = self.order[0]
-        return order["slots"][start:stop].tolist(), order["clients"][start:stop].tolist()
+    def who(self, start: int, stop: int) -> list[int]:
+        """The clients of a task."""
+        return [int(client) for client in self.order[0][start:stop]]
 
     def shown(self, worker: Worker) -> tuple[Tensor, Tensor]:
         """Weights and buffers of the model to look at."""

@@ -58,7 +58,7 @@ def _answer(worker: Worker, shared: Shared, task: Task) -> Any:
 
 
 def _turns(worker: Worker, shared: Shared, task: Task) -> list[Numbers | Mishap]:
-    slots, clients = shared.who(task.start, task.stop)
+    slots, clients = range(task.start, task.stop), shared.who(task.start, task.stop)
     brief = Brief(task.round, task.lr, shared.board[0])
     uploads = worker.turns(brief, clients, [shared.memory[client] for client in clients])
     answers = [_left(worker, shared, upload, slot) for upload, slot in zip(uploads, slots, strict=True)]
@@ -73,8 +73,8 @@ def _left(worker: Worker, shared: Shared, upload: Upload, slot: int) -> Numbers 
 
 
 def _tell(worker: Worker, shared: Shared, task: Task) -> None:
-    (slot,), (client,) = shared.who(task.start, task.stop)
-    shared.slots.write(slot, {"delta": worker.answer(*shared.shown(worker), client, shared.vector[0])})
+    (client,) = shared.who(task.start, task.stop)
+    shared.slots.write(task.start, {"delta": worker.answer(*shared.shown(worker), client, shared.vector[0])})
 
 
 def _score(worker: Worker, shared: Shared, task: Task) -> Score:
