@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fedflat.local import LocalRule, Slope, step, train
 from fedflat.parts import ActivationNorm, Ascent, Distillation, Part, ProximalAscent
@@ -194,3 +195,36 @@ def test_a_parameter_that_the_loss_does_not_use_decays_all_the_same():
         network, None, network.weights.clone(), rule, [(torch.ones(1, 2), torch.tensor([0]))], F.cross_entropy
     )
     assert outcome.delta[0] == pytest.approx(-0.1)
+
+
+class Words(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 4, sparse=sparse), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.words(x).mean(1))
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant, self.body = reentrant, nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.words, self.head = nn.Embedding(20, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(checkpoint(self.body, self.words(x).mean(1), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("module", [Words, Recomputed])
+@pytest.mark.parametrize("clip", [None, 1e9])
+def test_sparse_gradients_and_recomputed_activations_train_like_others(module, clip):
+    def after(special):
+        torch.manual_seed(0)
+        network = Network(module(special))
+        batch = torch.randint(20, (6, 5)), torch.arange(6) % 3
+        rule = LocalRule(lr=0.1, steps=2, momentum=0.9, clip=clip)
+        return train(network, None, network.weights.clone(), rule, [batch, batch], F.cross_entropy).delta
+
+    assert torch.equal(after(True), after(False))
+    assert after(True).abs().max() > 0

@@ -190,9 +190,18 @@ class Network:
         return self.gradient
 
     def partials(self, objective: Tensor) -> list[Tensor]:
-        """The gradient as autograd makes it, a tensor for each parameter; zeros for one that has no part in it."""
+        """The gradient as autograd makes it, a tensor for each parameter; zeros for one that has no part in it.
+
+        By `backward`, because `autograd.grad` refuses modules that checkpoint their activations by re-entering it.
+        """
         parameters = list(self.module.parameters())
-        gradients = torch.autograd.grad(objective, parameters, allow_unused=True, materialize_grads=True)
+        views = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        objective.backward()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in parameters]
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.grad = view
         return [gradient.contiguous() for gradient in gradients]
 
     def differentiate_head(self, objective: Tensor) -> Tensor:
