@@ -177,15 +177,15 @@ def age() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def pss_mb() -> float:
-    """The proportional memory of this process and all that descend from it."""
+def pss_mb(process: int | None = None) -> float:
+    """The proportional memory of a process (this one if none is named) and all that descend from it."""
     parents: dict[str, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parents[folder.name] = _stat(folder.name)[1]
         except OSError:  # it has ended meanwhile
             continue
-    family = {str(os.getpid())}
+    family = {str(process or os.getpid())}
     while more := {child for child, parent in parents.items() if parent in family} - family:
         family |= more
     return sum(map(_pss_kb, family)) / 1024

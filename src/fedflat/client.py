@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -104,18 +103,18 @@ def mishap(error: Exception, stage: str) -> str:
     return f"{type(error).__name__} while {stage}: {error} ({Path(where.filename).name}, line {where.lineno})"
 
 
-@cache
-def keep_freed_memory() -> None:
+def keep_freed_memory(below: int = 32 * 2**20) -> None:
     """Let glibc keep what a step frees for the next one, instead of handing it back and zeroing it anew every time.
 
-    Without it every step of a convolutional net faults its activations' pages in again, and MAN's most of all.
+    Without it every step of a convolutional net faults its activations' pages in again, and MAN's most of all. Blocks
+    that are not `below` this many bytes still come and go as mappings of their own.
     """
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None)
             trim_threshold, mmap_threshold = -1, -3
             libc.mallopt(trim_threshold, 2**31 - 1)
-            libc.mallopt(mmap_threshold, 32 * 2**20)
+            libc.mallopt(mmap_threshold, below)
 
 
 @contextmanager
@@ -141,7 +140,10 @@ class Worker:
     """Gives one client after the other its turn, scores models and answers a question, in one resident network."""
 
     def __init__(self, problem: Problem, question: Question | None = None, stage: Tensor | None = None) -> None:
-        keep_freed_memory()
+        # What torch keeps for good it makes in the first turn. If that came to lie between the activations, they would
+        # not fit into the same places again.
+        keep_freed_memory(below=2**16)
+        self._first_turn = True
         self.problem, self._question = problem, question
         # In shared memory, so that the server can tell at which stage a worker was lost.
         self._stage = (torch.zeros(1, dtype=torch.int64) if stage is None else stage).numpy()
@@ -200,6 +202,9 @@ class Worker:
     def _settle(self, brief: Brief, client: int, memory: Vectors, outcome: Outcome) -> Upload:
         self._enter("settling")
         problem, rule, buffers = self.problem, outcome.rule, self.problem.network.buffers
+        if self._first_turn:
+            self._first_turn = False
+            keep_freed_memory()
         kept, vectors = problem.method.settle(brief.sent, memory, outcome)
         if buffers.numel():
             (kept if "buffers" in memory else vectors)["buffers"] = buffers.clone()

@@ -156,8 +156,10 @@ class Notes:
         self._counts: dict[str, int] = {}
 
     def add(self, name: str, value: Tensor) -> None:
-        value = value.detach()
-        self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
+        if name in self._sums:
+            self._sums[name].add_(value.detach())
+        else:
+            self._sums[name] = value.detach().clone()
         self._counts[name] = self._counts.get(name, 0) + 1
 
     def means(self) -> dict[str, float]:

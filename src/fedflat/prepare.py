@@ -14,7 +14,7 @@ from torch import nn
 
 from fedflat import models
 from fedflat.checkpoint import DamagedError, verified
-from fedflat.client import Problem, Question
+from fedflat.client import Problem, Question, keep_freed_memory
 from fedflat.engine.cluster import Cluster
 from fedflat.engine.engine import Engine
 from fedflat.engine.inline import Inline
@@ -33,6 +33,7 @@ from fedflat.parts import ServerState
 from fedflat.randomness import generator
 from fedflat.recipe import Recipe, validated
 from fedflat.server import cohort_size, first_state
+from fedflat.store import FREED
 from fedflat.vector import Network
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def _split_seed(recipe: Recipe) -> int:
 
 def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, method: Method, loss: Loss) -> Problem:
     """Federation, model and method as one problem."""
+    keep_freed_memory(below=FREED)  # a large model's vectors leave nothing behind on the server
     dtype = DTYPES[recipe.precision]
     device = _device(recipe)
     federation = federation.to(dtype, device)

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing import get_context
 
-from fedflat.client import STAGES, Brief, Problem, Question, Refusal, keep_freed_memory
+from fedflat.client import STAGES, Brief, Problem, Question, Refusal
 from fedflat.engine.engine import chunks, groups
 from fedflat.engine.shared import RECORD, Mishap, Shared, Task
 from fedflat.engine.worker import serve
@@ -68,7 +68,6 @@ class Pool:
         deadline: float = 0.0,
         start: str = START,
     ) -> None:
-        keep_freed_memory()
         self._problem, self._slots, self._question, self._deadline = problem, slots, question, deadline
         self._scratch = Scratch(problem.room(slots))
         self._shared = Shared(self._scratch, problem, state, slots, workers)

@@ -22,7 +22,7 @@ from fedflat.federation.datasets import Dataset, Samples, load
 from fedflat.federation.splits import Shards
 from fedflat.randomness import numpy_generator
 
-BLOCK, NUMBERS = 512, 2**19  # samples that are made ready at a time, and the numbers in them
+BLOCK, NUMBERS = 512, 2**18  # samples that are made ready at a time, and the numbers in them
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,65 @@
+"""The memory of J2's processes while they train: ours against the naive script's and one model for each worker.
+
+    FEDFLAT_DATA=… python benchmarks/memory.py [--rounds 3] [--repeats 2]
+
+PSS of all processes of a contender, twice a second from its start to the end of the last round, in turns. Other
+processes that map the same libraries take their part of them, so nothing else of torch may run. Exits 1 if our highest
+sample is above the naive script's by more than one model for each worker.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import chain
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parent / "contenders"))
+
+from common import Job, pss_mb
+from engine import SCRIPTS, write_spec
+
+EVERY = 0.5  # seconds
+
+
+def samples(contender: str, spec: Path) -> list[float]:
+    """MB at each look at a contender while it trains."""
+    command = [sys.executable, SCRIPTS / f"{contender}.py", spec]
+    begun, seen = time.monotonic(), list[tuple[float, float]]()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            seen.append((time.monotonic() - begun, pss_mb(process.pid)))
+            time.sleep(EVERY)
+        told = process.stdout.read() if process.stdout else ""
+    if process.returncode:
+        sys.exit(f"{contender} failed")
+    run = json.loads(next(line for line in told.splitlines() if line.startswith('{"contender"')))
+    end = run["first_round"] + sum(run["seconds"][1:])  # afterwards it looks at the loss
+    return [mb for at, mb in seen if at <= end]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
+    options = argparse.Namespace(**vars(parser.parse_args()), workers=2, seed=0)
+    found: dict[str, list[list[float]]] = {"naive": [], "ours": []}
+    with tempfile.TemporaryDirectory() as folder:
+        spec = write_spec(folder, "J2", options.rounds, options)
+        model = Job.read(str(spec)).first_weights().nbytes / 2**20
+        for _ in range(options.repeats):
+            for contender, runs in found.items():
+                runs.append(samples(contender, spec))
+    print("| contender | highest in each turn, MB | median, MB |\n|---|---|---|")
+    for contender, runs in found.items():
+        print(f"| {contender} | {', '.join(f'{max(r):.0f}' for r in runs)} | {median(chain(*runs)):.0f} |")
+    bound = max(map(max, found["naive"])) + options.workers * model
+    print(f"\nBound: {bound:.0f} MB, the naive script's highest and {options.workers} models of {model:.1f} MB.")
+    return 0 if max(map(max, found["ours"])) <= bound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
