@@ -5,7 +5,7 @@ import hashlib
 import mmap
 import os
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedflat import Dataset, Federation, FedflatError, Samples, federate, models, train
-from fedflat.client import Brief, Problem
+from fedflat.client import Brief, Problem, Worker
 from fedflat.engine import pool
 from fedflat.engine.inline import Inline
 from fedflat.errors import TrainingError
@@ -266,3 +266,20 @@ def test_soft_labels_go_one_by_one(digits):
     federation = Federation(Dataset("soft", samples, samples, 10, data.mean, data.std), digits.shards)
     runs = [train(federation, rounds=1, cohort=8, engine="inline", group=group) for group in (1, 4)]
     assert fingerprint(runs[0])[0] == fingerprint(runs[1])[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_freed_memory_is_kept_from_a_workers_second_step_on_however_the_first_one_ends(digits, monkeypatch, fails):
+    def loss(logits, labels):
+        seen.append("step")
+        return logits.sum() * (1 / 0 if fails else 1)
+
+    seen = []
+    monkeypatch.setattr("fedflat.client.keep_freed_memory", lambda below="all": seen.append(below))
+    problem = Problem(digits, Network(models.build("mlp", (1, 8, 8), 10)), parse("fedavg"), Local(steps=2), loss=loss)
+    worker, brief = Worker(problem), Brief(0, 0.1, problem.method.send(first_state(problem)))
+    for number in (0, 1):
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            worker.turn(brief, number, None)
+    first = ["all", 2**16, "step", "all"]
+    assert seen == ([*first, "step"] if fails else [*first, "step", "step", "step"])

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from fedflat.errors import RecipeError, SplitError
 from fedflat.federation.federation import Federation, batch_steps
 from fedflat.group import can_share, train_together
-from fedflat.local import LocalRule, Loss, Outcome, Vectors, train
+from fedflat.local import Batch, LocalRule, Loss, Outcome, Vectors, train
 from fedflat.method import Method
 from fedflat.metrics import Score, score
 from fedflat.parts import Upload
@@ -117,6 +118,20 @@ def keep_freed_memory(below: int = 32 * 2**20) -> None:
             libc.mallopt(mmap_threshold, below)
 
 
+def _first_step_apart(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches, with large blocks outside of the heap until the second one.
+
+    What torch keeps for good it makes in a process's first step. If that came to lie between the activations, they
+    would not fit into the same places again.
+    """
+    keep_freed_memory(below=2**16)
+    try:
+        yield from islice(batches, 1)
+    finally:
+        keep_freed_memory()
+    yield from batches
+
+
 @contextmanager
 def _lent_generator(seed: int, device: torch.device) -> Iterator[None]:
     """Dropout draws from the global generator: lend it one that belongs to this turn."""
@@ -140,10 +155,8 @@ class Worker:
     """Gives one client after the other its turn, scores models and answers a question, in one resident network."""
 
     def __init__(self, problem: Problem, question: Question | None = None, stage: Tensor | None = None) -> None:
-        # What torch keeps for good it makes in the first turn. If that came to lie between the activations, they would
-        # not fit into the same places again.
-        keep_freed_memory(below=2**16)
-        self._first_turn = True
+        keep_freed_memory()
+        self._new = True
         self.problem, self._question = problem, question
         # In shared memory, so that the server can tell at which stage a worker was lost.
         self._stage = (torch.zeros(1, dtype=torch.int64) if stage is None else stage).numpy()
@@ -170,6 +183,8 @@ class Worker:
             if self._reference is not None:
                 self._reference.buffers.copy_(network.buffers)
         batches = self._batches(brief, client, rule)
+        if self._new:
+            batches, self._new = _first_step_apart(batches), False
         self._enter("training")
         with _lent_generator(key(problem.seed, "dropout", brief.round, client), network.weights.device):
             outcome = train(network, self._reference, sent["weights"], rule, batches, problem.loss)
@@ -202,9 +217,6 @@ class Worker:
     def _settle(self, brief: Brief, client: int, memory: Vectors, outcome: Outcome) -> Upload:
         self._enter("settling")
         problem, rule, buffers = self.problem, outcome.rule, self.problem.network.buffers
-        if self._first_turn:
-            self._first_turn = False
-            keep_freed_memory()
         kept, vectors = problem.method.settle(brief.sent, memory, outcome)
         if buffers.numel():
             (kept if "buffers" in memory else vectors)["buffers"] = buffers.clone()
@@ -243,7 +255,7 @@ class Worker:
             frozen=self.problem.network.fixed,
         )
 
-    def _batches(self, brief: Brief, client: int, rule: LocalRule) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, brief: Brief, client: int, rule: LocalRule) -> Iterator[Batch]:
         problem = self.problem
         order = self._order(brief, client)
         chance = generator(problem.seed, "augment", brief.round, client) if problem.shuffle else None
