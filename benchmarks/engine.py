@@ -21,11 +21,11 @@ import time
 import venv
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from platformdirs import user_cache_path
 
 Run = dict[str, Any]
@@ -40,7 +40,7 @@ VARIANTS = {
 # Who runs what: J2 has all, the ResNet only ours.
 FIELDS = {"J2": (*CONTENDERS, *VARIANTS), "J4": ("ours", "ours, bf16")}
 CHECKS, AGREEMENT = ("check", "check-cnn"), 1e-4
-TORCH = f"torch=={torch.__version__.partition('+')[0]}"
+TORCH = f"torch=={version('torch').partition('+')[0]}"
 PACKAGES = {
     "flower": [TORCH, "flwr[simulation]==1.41.0"],
     "pfl_research": [TORCH, "pfl[pytorch]==0.6.0"],
@@ -122,6 +122,8 @@ def gemm_peak(workers: int, size: int = 1024, seconds: float = 1.0) -> float:
 
 
 def _multiply(together: Any, rates: Any, size: int, seconds: float) -> None:
+    import torch  # not in the driver: it would take its part of the libraries from the contenders' memory
+
     torch.set_num_threads(1)
     a, b = torch.rand(size, size), torch.rand(size, size)
     product = torch.mm(a, b)

@@ -17,10 +17,12 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parent / "contenders"))
 
-from common import Job, pss_mb
 from engine import SCRIPTS, write_spec
+from processes import pss_mb
 
 EVERY = 0.5  # seconds
 
@@ -49,7 +51,8 @@ def main() -> int:
     found: dict[str, list[list[float]]] = {"naive": [], "ours": []}
     with tempfile.TemporaryDirectory() as folder:
         spec = write_spec(folder, "J2", options.rounds, options)
-        model = Job.read(str(spec)).first_weights().nbytes / 2**20
+        with np.load(json.loads(spec.read_text("utf-8"))["initial"]) as initial:
+            model = initial["weights"].nbytes / 2**20
         for _ in range(options.repeats):
             for contender, runs in found.items():
                 runs.append(samples(contender, spec))

@@ -6,6 +6,7 @@ import mmap
 import os
 import time
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from fedflat.engine.inline import Inline
 from fedflat.errors import TrainingError
 from fedflat.methods import parse
 from fedflat.parts import ServerState, Upload, Uploads
+from fedflat.prepare import show
 from fedflat.recipe import Evaluation, Local, Server
 from fedflat.server import conduct, first_state
 from fedflat.vector import Network
@@ -158,13 +160,42 @@ def test_bf16_computes_in_bfloat16_and_keeps_everything_else_in_float32(digits, 
 
 
 def test_workers_that_were_spawned_do_what_forked_ones_do(digits):
-    problem = Problem(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), parse("feddyn"), Local())
-    weights = []
+    network = Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,)))
+    problem, weights = Problem(digits, network, parse("feddyn"), Local()), []
+    first = first_state(problem)
     for start in ("fork", "spawn"):
-        state = first_state(problem)
+        state = first
         with closing(pool.Pool(problem, state, slots=4, workers=2, start=start)) as engine:
             for cohort in ([0, 1, 2, 3], [2, 3, 4]):
                 state, _ = conduct(problem, Server(), state, engine, cohort)
+        weights.append(state.weights)
+    assert torch.equal(*weights)
+
+
+def test_the_servers_network_has_no_memory_of_its_own_while_a_pool_is_open(digits):
+    problem = Problem(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), parse("fedavg"), Local())
+    first = first_state(problem)
+    kept = first.weights.clone()
+    with closing(pool.Pool(problem, first, slots=2, workers=2)) as engine:
+        assert problem.network.weights.data_ptr() == first.weights.data_ptr()
+        second, _ = conduct(problem, Server(), first, engine, [0, 1])
+        third, _ = conduct(problem, Server(), second, engine, [2, 3])
+        assert problem.network.weights.data_ptr() == second.weights.data_ptr()
+    assert torch.equal(first.weights, kept) and not torch.equal(second.weights, kept)
+    show(problem, third)
+    assert torch.equal(problem.network.weights, third.weights)
+    assert problem.network.weights.data_ptr() not in {state.weights.data_ptr() for state in (first, second, third)}
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_memory_begins_with_the_initial_weights_wherever_the_federation_stands(digits, start):
+    weights = []
+    for engine in (lambda p, _: Inline(p), lambda p, s: pool.Pool(p, s, slots=2, workers=2, start=start)):
+        network = Network(models.build("mlp", (1, 8, 8), 10, torch.Generator().manual_seed(0), hidden=(8,)))
+        problem = Problem(digits, network, parse("moon"), Local(lr=0.5))
+        state = replace(first_state(problem), weights=network.weights.sign() / 10)
+        with closing(engine(problem, state)) as trained:
+            state, _ = conduct(problem, Server(), state, trained, [0, 1])
         weights.append(state.weights)
     assert torch.equal(*weights)
 

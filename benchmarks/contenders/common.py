@@ -1,7 +1,6 @@
 """What the contenders share: the job of a SPEC.json, the network as one usually writes it, the clock and the report."""
 
 import json
-import os
 import platform
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from processes import age, pss_mb
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -169,36 +169,3 @@ def _loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
     model.eval()
     batches = zip(inputs.split(500), labels.split(500), strict=True)
     return sum(float(F.cross_entropy(model(x), y, reduction="sum")) for x, y in batches) / len(labels)
-
-
-def age() -> float:
-    """Seconds since this process was started, so that its imports count."""
-    ticks = int(_stat("self")[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def pss_mb(process: int | None = None) -> float:
-    """The proportional memory of a process (this one if none is named) and all that descend from it."""
-    parents: dict[str, str] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[folder.name] = _stat(folder.name)[1]
-        except OSError:  # it has ended meanwhile
-            continue
-    family = {str(process or os.getpid())}
-    while more := {child for child, parent in parents.items() if parent in family} - family:
-        family |= more
-    return sum(map(_pss_kb, family)) / 1024
-
-
-def _stat(process: str) -> list[str]:
-    """The fields after the name: state, parent, …, with the start time at 19."""
-    return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
-
-
-def _pss_kb(process: str) -> int:
-    try:
-        lines = Path("/proc", process, "smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

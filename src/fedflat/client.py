@@ -73,6 +73,12 @@ class Problem:
         statistics = self.network.buffers.numel()
         return {**sizes, "buffers": statistics} if statistics and self.buffers != "local" else sizes
 
+    def first_memory(self) -> Vectors:
+        """What a client's memory begins with, while the network still has its initial weights."""
+        network = self.network
+        memory = {name: v.clone() for name, v in self.method.first_memory(network.weights).items()}
+        return {**memory, "buffers": network.buffers.clone()} if "buffers" in self.memory else memory
+
     def room(self, slots: int = 0) -> int:
         """The bytes of all clients' memory, and of `slots` uploads with what those clients want to keep."""
         kept, up = sum(self.memory.values()), self.network.size * (3 + len(self.method.uploads))
@@ -154,7 +160,13 @@ class Question(Protocol):
 class Worker:
     """Gives one client after the other its turn, scores models and answers a question, in one resident network."""
 
-    def __init__(self, problem: Problem, question: Question | None = None, stage: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        question: Question | None = None,
+        stage: Tensor | None = None,
+        first: Vectors | None = None,
+    ) -> None:
         keep_freed_memory()
         self._new = True
         self.problem, self._question = problem, question
@@ -162,8 +174,7 @@ class Worker:
         self._stage = (torch.zeros(1, dtype=torch.int64) if stage is None else stage).numpy()
         needs_reference = any(part.references for part in problem.method.parts)
         self._reference = problem.network.frozen() if needs_reference else None
-        # What a client's memory begins with; the network itself moves on.
-        self._first = self._first_memory(problem.network) if problem.memory else {}
+        self._first = problem.first_memory() if first is None else first
 
     @property
     def stage(self) -> str:
@@ -231,10 +242,6 @@ class Worker:
             memory=kept,
             notes=outcome.notes,
         )
-
-    def _first_memory(self, network: Network) -> Vectors:
-        memory = {name: v.clone() for name, v in self.problem.method.first_memory(network.weights).items()}
-        return {**memory, "buffers": network.buffers.clone()} if "buffers" in self.problem.memory else memory
 
     def _rule(self, brief: Brief, client: int) -> LocalRule:
         local, samples = self.problem.local, self.problem.federation.samples(client)

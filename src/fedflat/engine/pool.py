@@ -56,6 +56,9 @@ class Pool:
     All tasks of a round lie in one pipe, as records of one size: a worker takes the next one as soon as it is done with
     its last, without asking anybody, and a worker that is killed holds no lock. Each has a pipe of its own to answer.
     A client's turn may take `deadline` seconds, or for ever if that is 0.
+
+    Nothing is trained in the server's process. Its network lives in the vector that was last sent, and is to be left
+    alone until the pool is closed; a forked worker writes to its own copy of those pages.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Pool:
         self._answers = DefaultSelector()
         if start == "fork":
             gc.freeze()  # the collector would write to all objects, and each worker would get its own copy of them
+        problem.network.bind(state.weights)
         self._hire_all(workers)
         atexit.register(self.close)  # multiprocessing itself would wait at exit for workers that heed no signal
 
@@ -119,6 +123,7 @@ class Pool:
         return process.exitcode, told
 
     def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
+        self._problem.network.bind(brief.sent["weights"])
         sharing = groups(self._problem, cohort)
         order = [client for clients in sharing for client in clients]
         self._places = {client: place for place, client in enumerate(order)}
@@ -151,8 +156,7 @@ class Pool:
         return reduce(add, (scores[start] for start, _ in spans))
 
     def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        self._shared.model.write(0, {"weights": state.weights, "buffers": state.buffers})
-        self._shared.vector[0].copy_(vector)
+        self._shared.model.write(0, {"weights": state.weights, "buffers": state.buffers, "vector": vector})
         for start in range(0, len(clients), self._slots):
             some = clients[start : start + self._slots]
             self._shared.lay(some)
@@ -260,6 +264,7 @@ class Pool:
         for process in processes:
             process.join()
         self._scratch.close()
+        self._problem.network.bind(self._problem.network.weights.clone())
         gc.unfreeze()
 
 

@@ -55,10 +55,12 @@ class Shared:
         sent = {name: vector.numel() for name, vector in problem.method.send(state).items()}
         uploads = dict.fromkeys(("delta", *problem.method.uploads), size)
         self.board = Tables(scratch.path / "sent", 1, {**sent, "buffers": shared}, dtype)
-        self.model = Tables(scratch.path / "model", 1, {"weights": size, "buffers": statistics}, dtype)
-        self.vector = Table(scratch.path / "vector", 1, size, dtype)
+        shown = {"weights": size, "buffers": statistics, "vector": size}
+        self.model = Tables(scratch.path / "model", 1, shown, dtype, sparse=True)
         self.slots = Tables(scratch.path / "upload", slots, {**uploads, "buffers": shared}, dtype, sparse=True)
         self.kept = Tables(scratch.path / "kept", slots, problem.memory, dtype, sparse=True)
+        self.first = Tables(scratch.path / "first", 1, problem.memory, dtype)
+        self.first.write(0, problem.first_memory())
         self.memory = Memory(scratch.path, problem.federation.clients, problem.memory, dtype)
         self.order = Table(scratch.path / "order", 1, slots, torch.int64)
         # Where all of it does not fit into memory, no process shall hold what it has done with.

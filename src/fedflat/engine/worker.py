@@ -36,7 +36,7 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
-    worker = Worker(problem, question, shared.stage[number])
+    worker = Worker(problem, question, shared.stage[number], shared.first[0])
     busy, since = shared.busy[0].numpy(), shared.since[0].numpy()
     with suppress(ConnectionError):
         while record := os.read(tasks.fileno(), RECORD.size):
@@ -74,7 +74,7 @@ def _left(worker: Worker, shared: Shared, upload: Upload, slot: int) -> Numbers 
 
 def _tell(worker: Worker, shared: Shared, task: Task) -> None:
     (client,) = shared.who(task.start, task.stop)
-    shared.slots.write(task.start, {"delta": worker.answer(*shared.shown(worker), client, shared.vector[0])})
+    shared.slots.write(task.start, {"delta": worker.answer(*shared.shown(worker), client, shared.model[0]["vector"])})
 
 
 def _score(worker: Worker, shared: Shared, task: Task) -> Score:
