@@ -124,6 +124,13 @@ def keep_freed_memory(below: int = 32 * 2**20) -> None:
             libc.mallopt(mmap_threshold, below)
 
 
+def give_freed_memory_back() -> None:
+    """Hand the pages between what is still in use back to the system, until they are needed again."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 def _first_step_apart(batches: Iterator[Batch]) -> Iterator[Batch]:
     """The batches, with large blocks outside of the heap until the second one.
 

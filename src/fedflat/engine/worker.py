@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from fedflat.admission import misfit
-from fedflat.client import Brief, Problem, Question, Worker, mishap
+from fedflat.client import Brief, Problem, Question, Worker, give_freed_memory_back, mishap
 from fedflat.engine.shared import RECORD, Mishap, Numbers, Shared, Task
 from fedflat.errors import FedflatError
 from fedflat.metrics import Score
 from fedflat.parts import Upload
+from fedflat.store import FREED
 
 
 def serve(
@@ -63,6 +64,9 @@ def _turns(worker: Worker, shared: Shared, task: Task) -> list[Numbers | Mishap]
     uploads = worker.turns(brief, clients, [shared.memory[client] for client in clients])
     answers = [_left(worker, shared, upload, slot) for upload, slot in zip(uploads, slots, strict=True)]
     shared.memory.release(clients)
+    del uploads
+    if worker.problem.network.weights.nbytes >= FREED:
+        give_freed_memory_back()  # or the heap grows over the first clients, whose blocks do not fit into old holes
     return answers
 
 
