@@ -20,6 +20,7 @@ from fedflat.client import Brief, Problem, Worker
 from fedflat.engine import pool
 from fedflat.engine.inline import Inline
 from fedflat.errors import TrainingError
+from fedflat.heap import MMAP_THRESHOLD
 from fedflat.methods import parse
 from fedflat.parts import ServerState, Upload, Uploads
 from fedflat.prepare import show
@@ -324,11 +325,11 @@ def test_freed_memory_is_kept_from_a_workers_second_step_on_however_the_first_on
         return logits.sum() * (1 / 0 if fails else 1)
 
     seen = []
-    monkeypatch.setattr("fedflat.client.keep_freed_memory", lambda below="all": seen.append(below))
+    monkeypatch.setattr("fedflat.heap._glibc", lambda _, option, value: option == MMAP_THRESHOLD and seen.append(value))
     problem = Problem(digits, Network(models.build("mlp", (1, 8, 8), 10)), parse("fedavg"), Local(steps=2), loss=loss)
     worker, brief = Worker(problem), Brief(0, 0.1, problem.method.send(first_state(problem)))
     for number in (0, 1):
         with pytest.raises(ZeroDivisionError) if fails else nullcontext():
             worker.turn(brief, number, None)
-    first = ["all", 2**16, "step", "all"]
+    first = [2**25, 2**16, "step", 2**25]
     assert seen == ([*first, "step"] if fails else [*first, "step", "step", "step"])

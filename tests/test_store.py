@@ -206,8 +206,8 @@ MOUNTS = 'mount -t tmpfs -o size=$0 none "$1" && mount -t tmpfs -o size=$0 none 
 def run_on_a_small_disk(tmp_path, size, engine):
     """`fedflat run` where temporary files and shared memory have this much room, or a skip where nobody may mount.
 
-    A vector of this mlp takes 0.22 MB. Each of the 20 clients keeps one; the pool has four for the server and twelve
-    for the uploads of a cohort of four.
+    A vector of this mlp takes 0.22 MB. Each of the 20 clients keeps one; the pool has three for the server, one more
+    once a model is evaluated, and twelve for the uploads of a cohort of four.
     """
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -228,6 +228,7 @@ def run_on_a_small_disk(tmp_path, size, engine):
     [
         ("inline", "2m", r"client \d+: its memory cannot be kept"),
         ("pool", "5m", r"client \d+: its memory cannot be kept"),
+        ("pool", "4250k", "no room for the model to evaluate"),
         ("pool", "2m", r"client \d+: no room for its upload"),
     ],
 )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -19,6 +16,7 @@ from torch import Tensor
 from fedflat.errors import RecipeError, SplitError
 from fedflat.federation.federation import Federation, batch_steps
 from fedflat.group import can_share, train_together
+from fedflat.heap import first_step_apart, keep_freed_memory
 from fedflat.local import Batch, LocalRule, Loss, Outcome, Vectors, train
 from fedflat.method import Method
 from fedflat.metrics import Score, score
@@ -110,41 +108,6 @@ def mishap(error: Exception, stage: str) -> str:
     return f"{type(error).__name__} while {stage}: {error} ({Path(where.filename).name}, line {where.lineno})"
 
 
-def keep_freed_memory(below: int = 32 * 2**20) -> None:
-    """Let glibc keep what a step frees for the next one, instead of handing it back and zeroing it anew every time.
-
-    Without it every step of a convolutional net faults its activations' pages in again, and MAN's most of all. Blocks
-    that are not `below` this many bytes still come and go as mappings of their own.
-    """
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            libc = ctypes.CDLL(None)
-            trim_threshold, mmap_threshold = -1, -3
-            libc.mallopt(trim_threshold, 2**31 - 1)
-            libc.mallopt(mmap_threshold, below)
-
-
-def give_freed_memory_back() -> None:
-    """Hand the pages between what is still in use back to the system, until they are needed again."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
-
-
-def _first_step_apart(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The batches, with large blocks outside of the heap until the second one.
-
-    What torch keeps for good it makes in a process's first step. If that came to lie between the activations, they
-    would not fit into the same places again.
-    """
-    keep_freed_memory(below=2**16)
-    try:
-        yield from islice(batches, 1)
-    finally:
-        keep_freed_memory()
-    yield from batches
-
-
 @contextmanager
 def _lent_generator(seed: int, device: torch.device) -> Iterator[None]:
     """Dropout draws from the global generator: lend it one that belongs to this turn."""
@@ -202,7 +165,7 @@ class Worker:
                 self._reference.buffers.copy_(network.buffers)
         batches = self._batches(brief, client, rule)
         if self._new:
-            batches, self._new = _first_step_apart(batches), False
+            batches, self._new = first_step_apart(batches), False
         self._enter("training")
         with _lent_generator(key(problem.seed, "dropout", brief.round, client), network.weights.device):
             outcome = train(network, self._reference, sent["weights"], rule, batches, problem.loss)

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedflat import models
 from fedflat.checkpoint import DamagedError, verified
-from fedflat.client import Problem, Question, keep_freed_memory
+from fedflat.client import Problem, Question
 from fedflat.engine.cluster import Cluster
 from fedflat.engine.engine import Engine
 from fedflat.engine.inline import Inline
@@ -26,6 +26,7 @@ from fedflat.federation.federation import Federation, federate
 from fedflat.federation.splits import SPLITS
 from fedflat.folder import Record, read_model, read_recipe
 from fedflat.group import group_size
+from fedflat.heap import keep_freed_memory
 from fedflat.local import Loss
 from fedflat.method import Method
 from fedflat.methods import parse, spell

@@ -147,7 +147,7 @@ class Pool:
         self._shared.release()
 
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
-        self._shared.model.write(0, {"weights": state.weights, "buffers": state.buffers})
+        self._shared.show(state)
         spans = chunks(self._problem.federation.size(part), chunk)
         tasks = [Task(part[:2].encode(), next(self._numbers), 0, 0.0, *span) for span in spans]
         scores: dict[int, Score] = {}
@@ -156,7 +156,7 @@ class Pool:
         return reduce(add, (scores[start] for start, _ in spans))
 
     def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        self._shared.model.write(0, {"weights": state.weights, "buffers": state.buffers, "vector": vector})
+        self._shared.show(state, vector=vector)
         for start in range(0, len(clients), self._slots):
             some = clients[start : start + self._slots]
             self._shared.lay(some)

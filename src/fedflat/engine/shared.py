@@ -78,6 +78,13 @@ class Shared:
         """The clients of a task."""
         return [int(client) for client in self.order[0][start:stop]]
 
+    def show(self, state: ServerState, **more: Tensor) -> None:
+        """The server's side: the model to look at, and what else is asked about it."""
+        try:
+            self.model.write(0, {"weights": state.weights, "buffers": state.buffers, **more})
+        except OSError as error:
+            raise RunError(f"no room for the model to evaluate ({error.strerror}); {ADVICE}") from None
+
     def shown(self, worker: Worker) -> tuple[Tensor, Tensor]:
         """Weights and buffers of the model to look at."""
         model = self.model[0]

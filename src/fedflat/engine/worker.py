@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from fedflat.admission import misfit
-from fedflat.client import Brief, Problem, Question, Worker, give_freed_memory_back, mishap
+from fedflat.client import Brief, Problem, Question, Worker, mishap
 from fedflat.engine.shared import RECORD, Mishap, Numbers, Shared, Task
 from fedflat.errors import FedflatError
+from fedflat.heap import give_freed_memory_back
 from fedflat.metrics import Score
 from fedflat.parts import Upload
 from fedflat.store import FREED

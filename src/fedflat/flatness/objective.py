@@ -10,7 +10,7 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedflat.client import keep_freed_memory
+from fedflat.heap import keep_freed_memory
 from fedflat.local import Batch, Loss
 from fedflat.vector import Layout
 
