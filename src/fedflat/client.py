@@ -229,6 +229,7 @@ class Worker:
             seed=self.problem.seed,
             round=brief.round,
             client=client,
+            epochs=1 if local.steps else local.epochs,
             frozen=self.problem.network.fixed,
         )
 

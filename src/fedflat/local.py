@@ -55,9 +55,10 @@ class LocalRule:
     """What one client does in one round.
 
     The upper fields are facts of the round that parts may read (`share` is nᵢ m/N; draws are made from seed, round and
-    client); the lower ones are theirs to fill. `carry` is what an ascent hands from step to step (FedSMOO's μ), and
-    `settle` finds it in the outcome. `frozen` marks the weights that no step changes; with `pairs` every step has a
-    second batch.
+    client; `epochs` are the passes over the samples that make the steps, 1 where the recipe counts steps); the lower
+    ones are theirs to fill. `carry` is what an ascent hands from step to step (FedSMOO's μ), and `settle` finds it in
+    the outcome. `frozen` marks the weights that no step changes; with `pairs` every step has a second batch, and
+    `buffered` counts the gradients of a step that enter the momentum.
     """
 
     lr: float
@@ -73,6 +74,7 @@ class LocalRule:
     seed: int = 0
     round: int = 0
     client: int = 0
+    epochs: int = 1
 
     scale: float = 1.0
     pull: Tensor | None = None
@@ -83,6 +85,7 @@ class LocalRule:
     lr_floor: float = 1.0
     frozen: Tensor | None = None
     pairs: bool = False
+    buffered: int = 1
 
     @property
     def direct(self) -> bool:
@@ -106,9 +109,13 @@ class LocalRule:
 
     @property
     def effective_steps(self) -> float:
-        """K, or with momentum β the sum of the weights with which the K gradients enter Δ."""
+        """K, or with momentum β the sum of the weights with which the gradients enter Δ/η:
+
+            Σ_k (1 − β^{bk})/(1 − β),   k = 1 … K,   with b gradients entering the momentum in every step
+        """
         beta, steps = self.momentum, self.steps
-        return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
+        fading = beta**self.buffered
+        return (steps - fading * (1 - fading**steps) / (1 - fading)) / (1 - beta)
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,12 @@ class Notes:
 
 
 class Slope:
-    """∇[loss + Σ terms] on the current batch, as a function of the offset ε at which it is taken."""
+    """∇[loss + Σ terms] on the current batch, as a function of the offset ε at which it is taken.
+
+    `velocity` is the momentum v of the client's steps, for an ascent that takes steps of its own.
+    """
+
+    velocity: Tensor | None = None
 
     def __init__(self, network: Network, reference: Network | None, rule: LocalRule, loss: Loss, tap: Tap) -> None:
         self.network, self.rule, self.loss, self.notes = network, rule, loss, Notes()
@@ -317,6 +329,7 @@ def train(
     listeners: list[Term | Ascent] = [*rule.terms, *([rule.ascent] if rule.ascent else [])]
     with network.listening(any(x.features for x in listeners), any(x.activations for x in listeners)) as tap:
         slope = Slope(network, reference, rule, loss, tap)
+        slope.velocity = velocity
         stream = iter(batches)
         for k, batch in enumerate(stream):
             slope.at(batch, next(stream, None) if rule.pairs else None)
@@ -325,13 +338,20 @@ def train(
             gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)
             step(network.weights, gradient, velocity, rule, k)
     notes = slope.notes.means()
-    velocity = None  # Δ takes its place in memory
+    velocity = slope.velocity = None  # Δ takes its place in memory
     return Outcome(network.weights - start, notes.pop("loss", float("nan")), rule, carry, notes)
 
 
 @torch.no_grad()
 def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: LocalRule, k: int = 0) -> None:
-    """w ← w − η v with v ← β v + clip(a g + pull) + decay w, in place; the gradient buffer is used up.
+    """w ← w − η v with v ← β v + clip(a g + pull) + decay w, in place; the gradient buffer is used up."""
+    g, decay = corrected(weights, gradient, rule)
+    _descend([weights], [g], [] if velocity is None else [velocity], rule.lr_at(k), rule.momentum, decay)
+
+
+@torch.no_grad()
+def corrected(weights: Tensor, gradient: Tensor, rule: LocalRule) -> tuple[Tensor, float]:
+    """clip(a g + pull) in the gradient's place, and the factor of the decay that is still to be added.
 
     The clip's place is one of three: around the gradient of the loss only (the clean one), around gradient and pull but
     not the decay (the authors' code, which hides the proximal term in the optimiser's weight decay), or around all.
@@ -351,7 +371,7 @@ def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: Local
         _clip(g, rule.clip)
     if rule.frozen is not None:
         g.masked_fill_(rule.frozen, 0.0)
-    _descend([weights], [g], [] if velocity is None else [velocity], rule.lr_at(k), rule.momentum, decay)
+    return g, decay
 
 
 @torch.no_grad()
