@@ -24,7 +24,8 @@ from fedflat.federation.augment import normalise
 from fedflat.federation.federation import batch_indices
 from fedflat.method import Method
 from fedflat.methods import parse
-from fedflat.personal import ALONE, Mixture, Neighbours, Personal, nearest_labels, personalise, save, summary
+from fedflat.neighbours import Mixture, Neighbours, nearest_labels
+from fedflat.personal import ALONE, Personal, personalise, save, summary
 from fedflat.prepare import last_lr, load_run, prepare
 from fedflat.randomness import generator
 from fedflat.recipe import Local, load

@@ -111,7 +111,7 @@ class LocalRule:
     def effective_steps(self) -> float:
         """K, or with momentum β the sum of the weights with which the gradients enter Δ/η:
 
-            Σ_k (1 − β^{bk})/(1 − β),   k = 1 … K,   with b gradients entering the momentum in every step
+        Σ_k (1 − β^{bk})/(1 − β),   k = 1 … K,   with b gradients entering the momentum in every step
         """
         beta, steps = self.momentum, self.steps
         fading = beta**self.buffered
