@@ -151,7 +151,7 @@ def test_a_class_that_nobody_is_tested_on_has_no_accuracy(digits):
 
 @pytest.mark.parametrize("scope", ["all", "head", "body"])
 def test_fedsol_notes_its_angle_in_every_round(digits, scope):
-    method = f"fedsol(scope='{scope}')"
+    method = f"fedsol(radius='fixed', scope='{scope}')"
     result = train(digits, mlp(), method, rounds=3, cohort=4, engine="inline", measures=["cosine"])
     assert all(-1.0 <= record["cosine"] <= 1.0 for record in result.history)
     assert any(record["cosine"] for record in result.history)

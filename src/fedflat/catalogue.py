@@ -142,9 +142,10 @@ def fedsmoo(
     return Method(DynamicDual(penalty), ConsensusAscent(rho, sign, crowd, upload))
 
 
-def fedsmoo_slides(rho: float = 0.1, penalty: float = 0.1, alpha: float = 1.0) -> Method:
-    gain = 1 / (2 * alpha * penalty) if alpha > 0 and penalty > 0 else 0.0
-    return Method(DynamicDual(penalty, gain=gain), PrintedConsensus(rho, alpha))
+def fedsmoo_slides(rho: float = 0.1, penalty: float = 0.1, alpha: float = 1.0, printed: bool = False) -> Method:
+    # The slides print 1/(2α) where the multiplier λᵢ = −h/β needs 1/β, so that h moves by β/(2α) times Δ.
+    gain = 1 / (2 * alpha * penalty) if printed and alpha > 0 and penalty > 0 else 1.0
+    return Method(DynamicDual(penalty, gain=gain), PrintedConsensus(rho, alpha, printed))
 
 
 def fedgmt(gamma: float = 1.0, tau: float = 3.0, alpha: float = 0.95, penalty: float = 0.1) -> Method:

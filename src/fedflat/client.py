@@ -199,7 +199,7 @@ class Worker:
             client=client,
             samples=problem.federation.samples(client),
             steps=rule.steps,
-            lr=rule.mean_lr,
+            lr=rule.mean_lr * rule.effective_steps / rule.steps,
             loss=outcome.loss,
             delta=outcome.delta,
             notes=outcome.notes,

@@ -29,7 +29,7 @@ TOGETHER: dict[str, Callable[[Any, Any], Any]] = {
     "pull": torch.add, "decay": float.__add__, "spring": float.__add__, "scale": float.__mul__,
     "terms": tuple.__add__, "frozen": torch.logical_or, "carry": lambda a, b: {**a, **b},
 }  # fmt: skip
-WORDS = {"lr_floor": "schedule of the learning rate", "ascent": "ascent"}
+WORDS = {"lr_floor": "schedule of the learning rate", "frozen": "same frozen weights"}
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _refuse_overwriting(links: Sequence[Link]) -> None:
             name = f.name
             before, own, now = getattr(rule, name), getattr(alone, name), getattr(after, name)
             writes = not _same(own, getattr(first, name))
-            if name in writers and writes and name not in TOGETHER:
+            if name in writers and writes and (name not in TOGETHER or (name == "frozen" and _same(now, before))):
                 _refuse_pairs([writers[name], link], f"set the {WORDS.get(name, name)}")
             if name in writers and not _same(now, TOGETHER[name](before, own) if writes else before):
                 raise RecipeError(

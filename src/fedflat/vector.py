@@ -208,8 +208,10 @@ class Network:
 
     def differentiate_head(self, objective: Tensor) -> Tensor:
         """The gradient with respect to the head alone; the graph stays, so that the pass can be used again."""
-        grads = torch.autograd.grad(objective, list(self.head_module.parameters()), retain_graph=True)
-        return torch.cat([g.reshape(-1) for g in grads])
+        parameters = list(self.head_module.parameters())
+        grads = torch.autograd.grad(objective, parameters, retain_graph=True, allow_unused=True)
+        # What enters the head does not depend on it, so a term of the features alone has no gradient here.
+        return torch.cat([p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in zip(parameters, grads)])
 
     def _span(self, module_name: str) -> slice:
         slices = [s for n, s in self.layout.slices.items() if n.startswith(f"{module_name}." if module_name else "")]

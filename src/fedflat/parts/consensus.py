@@ -84,19 +84,20 @@ class ConsensusAscent(Part):
 class PrintedConsensus(Part):
     """FedSMOO's perturbation as its slides print it, with α and projections onto the ball of radius ρ:
 
-        s' = α (g − μᵢ) − s,      ŝ = s' min(1, ρ/‖s'‖),      μᵢ ← μᵢ + (ŝ − s')/(2α),      the step uses ∇f(w + ŝ)
+        s' = α (g − μᵢ) − s,      ŝ = s' min(1, ρ/‖s'‖),      μᵢ ← μᵢ + (ŝ − s)/(2α),      the step uses ∇f(w + ŝ)
         server:  s = S min(1, ρ/‖S‖),  S = mean (ŝᵢ − α μᵢ) over the round's clients, with each one's last ŝᵢ
 
     The slides write argmax where only argmin has a solution; the minimiser of ‖sᵢ − s'‖ in the ball is the projection.
-    Their μᵢ moves only where the projection is active.
 
-    Deviations: none from the slides but for that sign. No numbers are published for this form.
+    Deviations: the slides print ŝ − s' in the update of μᵢ. With that μᵢ grows by a factor of up to 1.5 in every step,
+    and training diverges; `printed` repeats it. No numbers are published for either form.
     """
 
     rows: ClassVar[bool] = True
 
     rho: float = option(0.1, "radius ρ of the perturbation", low=0)
     alpha: float = option(1.0, "penalty parameter α of the perturbation's consensus", low=0, open_low=True)
+    printed: bool = option(False, "update the duals as the slides print it")
 
     def first_state(self, weights: Tensor) -> Vectors:
         return {"perturbation": torch.zeros_like(weights)}
@@ -114,7 +115,7 @@ class PrintedConsensus(Part):
     def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]:
         wish = self.alpha * (slope() - carry["dual"]) - carry["s"]
         found = _projected(wish, self.rho)
-        carry["dual"].add_(found - wish, alpha=1 / (2 * self.alpha))
+        carry["dual"].add_(found - (wish if self.printed else carry["s"]), alpha=1 / (2 * self.alpha))
         carry["last"].copy_(found)
         return slope(found), carry
 

@@ -140,7 +140,8 @@ class ClientMomentum(Part):
 
     Δ⁰ = 0, so the first round's steps have the length α.
 
-    Deviations: each Δᵢ is divided by that client's own K; the authors use one K for all.
+    Deviations: each Δᵢ is divided by that client's own K, where the authors use one K for all; with local momentum,
+    which the authors do not have, K counts the effective steps, or Δᵗ would grow without bound.
     """
 
     sees = "each"

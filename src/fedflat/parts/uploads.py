@@ -19,7 +19,11 @@ Weighting = Literal["uniform", "samples"]
 
 @dataclass(frozen=True)
 class Upload:
-    """What one client sends back, and what it keeps: `memory` stays with the client and never reaches a merge."""
+    """What one client sends back, and what it keeps: `memory` stays with the client and never reaches a merge.
+
+    `steps` is K; `lr` is the mean learning rate with the effect of momentum, so that K · lr is how far a gradient of
+    length 1 would have taken the client.
+    """
 
     client: int
     samples: int
