@@ -28,15 +28,22 @@ def partition(
         raise RecipeError(f"split {kind!r} is unknown; {nearest(kind, SPLITS)}")
     if clients < 1 and not (kind == "natural" and clients == 0):
         raise RecipeError(f"{kind}: clients must be at least 1, got {clients}")
-    _check(kind, options)
+    check_options(kind, SPLITS[kind], options)
     require(kind, len(labels), clients)
     if kind == "natural":
         options["groups"] = groups
     division = SPLITS[kind](labels, clients, rng, **options)
+    require_samples(kind, division)
+    return division
+
+
+def require_samples(kind: str, division: Shards) -> None:
+    """Refuse a division in which a client holds nothing."""
     empty = sum(len(shard) == 0 for shard in division)
     if empty:
-        raise SplitError(f"{kind}: {empty} of {clients} clients would get no sample; lower clients or change the split")
-    return division
+        raise SplitError(
+            f"{kind}: {empty} of {len(division)} clients would get no sample; lower clients or change the split"
+        )
 
 
 def counts(labels: Indices, shards: Shards, classes: int) -> Indices:
@@ -114,8 +121,9 @@ OPTIONS: dict[str, Rule] = {
 }
 
 
-def _check(kind: str, options: dict[str, Any]) -> None:
-    known = {name: option for name, option in signature(SPLITS[kind]).parameters.items() if name in OPTIONS}
+def check_options(kind: str, split: Callable[..., Shards], options: dict[str, Any]) -> None:
+    """Refuse options that the split's function does not take, or values that mean nothing."""
+    known = {name: option for name, option in signature(split).parameters.items() if name in OPTIONS}
     for name, value in options.items():
         if name not in known:
             raise RecipeError(f"{kind}: unknown option {name!r}; {nearest(name, known) if known else 'it takes none'}")
