@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.random import RandomState
+from numpy.typing import NDArray
 
 from fedflat.errors import RecipeError, SplitError
 from fedflat.federation.partition import check_options, require_samples
@@ -116,25 +117,30 @@ def fedsol_lda(labels: Indices, clients: int, rng: RandomState, *, alpha: float,
     """
     classes = pools(labels)
     for _ in range(LDA_DRAWS):
-        shards = [np.empty(0, dtype=np.int64)] * clients
+        held = np.zeros(clients, dtype=np.int64)
+        cuts = []
         for pool in classes:
             rng.shuffle(pool)
-            full = np.array([len(shard) for shard in shards]) >= len(labels) // clients
-            with np.errstate(invalid="ignore"):
-                share = rng.dirichlet(np.repeat(alpha, clients)) * ~full
-                share /= share.sum()
-            # Where nobody's share is left over, 0/0, their cuts are such that the last client takes the class.
-            cuts = np.nan_to_num(np.cumsum(share) * len(pool)).astype(np.int64)[:-1]
-            pieces = np.split(pool, cuts)
-            shards = [np.concatenate(pair) for pair in zip(shards, pieces, strict=True)]
-        for shard in shards:
-            rng.shuffle(shard)
-        if min(map(len, shards)) >= min_size:
-            return shards
+            cuts.append(_lda_cuts(len(pool), alpha, held < len(labels) // clients, rng))
+            held += np.diff(cuts[-1], prepend=0, append=len(pool))
+        for size in held:  # each client's samples; only what this takes from the stream matters, for we sort them
+            rng.shuffle(np.empty(size, dtype=np.int64))
+        if held.min() >= min_size:
+            pieces = [np.split(pool, ends) for pool, ends in zip(classes, cuts, strict=True)]
+            return [np.concatenate(client) for client in zip(*pieces, strict=True)]
     raise SplitError(
         f"lda: FedSoL's draws gave some client fewer than {min_size} samples {LDA_DRAWS:,} times in a row; "
         "raise alpha, lower clients, or set split.draws = 'fedflat'"
     )
+
+
+def _lda_cuts(samples: int, alpha: float, below: NDArray[np.bool_], rng: RandomState) -> Indices:
+    """Where a class is cut; clients that are not `below` the mean size get nothing."""
+    with np.errstate(invalid="ignore"):
+        share = rng.dirichlet(np.repeat(alpha, len(below))) * below
+        share /= share.sum()
+    # If nobody has a share, that is 0/0. Their cuts are then such that the last client takes the whole class.
+    return np.nan_to_num(np.cumsum(share) * samples).astype(np.int64)[:-1]
 
 
 def fedsol_shards(labels: Indices, clients: int, rng: RandomState, *, shards: int) -> Shards:

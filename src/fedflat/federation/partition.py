@@ -77,7 +77,7 @@ def save(path: str | PathLike[str], shards: Shards) -> None:
 
 
 def load(path: str | PathLike[str]) -> Shards:
-    """Read what `save` wrote."""
+    """Read what `save` wrote, or the like: whole numbers of any width."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:
             indices, offsets = content["indices"], content["offsets"]
@@ -87,15 +87,15 @@ def load(path: str | PathLike[str]) -> Shards:
         raise DataError(f"{path}: not a partition file, or a damaged one; make the partition again") from error
     if not (_is_vector(indices) and _is_vector(offsets) and _divides(offsets, len(indices))):
         raise DataError(f"{path}: its offsets do not divide its indices; make the partition again")
-    return np.split(indices, offsets[1:-1])
+    return np.split(indices.astype(np.int64), offsets[1:-1].astype(np.int64))
 
 
 def _is_vector(array: NDArray[Any]) -> bool:
-    return array.dtype == np.int64 and array.ndim == 1 and bool(np.all(array >= 0))
+    return array.dtype.kind in "iu" and array.ndim == 1 and bool(np.all(array >= 0))
 
 
 def _divides(offsets: Indices, length: int) -> bool:
-    return len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == length and bool(np.all(np.diff(offsets) >= 0))
+    return len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == length and bool(np.all(offsets[1:] >= offsets[:-1]))
 
 
 def _number(value: Any, low: float, high: float = inf) -> bool:
