@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedflat.errors import FedflatError, RecipeError, SplitError
-from fedflat.federation.authors import HOUSES, divide
+from fedflat.federation.authors import HOUSES, _class_of, divide
 from fedflat.federation.datasets import Dataset, Samples
 from fedflat.federation.federation import federate
 from fedflat.federation.partition import load as load_partition
@@ -246,6 +246,22 @@ def test_fedsols_local_test_sets_follow_in_the_same_stream(kind, options):
     shards, tests = divide("fedsol", kind, labels, 15, 19940817, test=test, **options)
     assert sorted_lists(shards) == sorted_lists(clients)
     assert sorted_lists(tests) == expected
+
+
+def test_fedsols_shares_are_in_single_precision():
+    """1000 · 251/500 is 502, but 501.99… in single precision, whose floor the authors take."""
+    labels, test = np.repeat([0, 1], [251, 249]), np.repeat([0, 1], 600)
+    np.random.seed(0)
+    expected = sorted_lists(slow_fedsol_tests(labels, test, slow_fedsol_iid(labels, 1)))
+    _, tests = divide("fedsol", "iid", labels, 1, 0, test=test)
+    assert sorted_lists(tests) == expected
+    assert np.bincount(test[tests[0]]).tolist() == [501, 498]
+
+
+def test_a_level_that_rounding_leaves_above_the_prior_means_class_0():
+    prior = [0.5, 0.75, 0.9999999999999998]
+    for level in 0.0, 0.5, 0.6, 0.75, 0.8, 0.9999999999999999:
+        assert _class_of(level, prior) == np.argmax(level <= np.array(prior))
 
 
 @pytest.mark.parametrize("clients", [1, 100, 500])
