@@ -3,7 +3,8 @@
     FEDFLAT_DATA=… python benchmarks/house_of_fedsol.py [--rounds 15] [--seeds 2]
 
 FedAvg-CNN, LDA 0.5, 10 of 100 clients, 5 epochs, crop + flip + cutout, by our own draws. The authors' code,
-run on the same data, is at 38 % in the mean of rounds 11 to 15; ours passes between 33 % and 43 % for every seed. Writes docs/figures.
+run on the same data, is at 38 % in the mean of rounds 11 to 15; ours passes between 33 % and 43 % for every seed.
+Writes docs/figures.
 """
 
 import argparse

@@ -48,7 +48,7 @@ def divide(
         Each client's training samples, and each client's test samples if the authors draw them (FedSoL) or None.
 
     >>> divide("fedsol", "iid", np.zeros(7, dtype=np.int64), 2, seed=0)[0]
-    [array([1, 2, 6]), array([0, 3, 4])]
+    [array([1, 2, 6]), array([3, 4, 5])]
     """
     split = _split(draws, kind)
     check_options(kind, split, options)
