@@ -17,6 +17,7 @@ from scipy.stats import kstest, norm
 
 from fedflat import Part, train
 from fedflat.client import Brief, Problem, Worker
+from fedflat.cohort import draw_cohort
 from fedflat.engine.inline import Inline
 from fedflat.errors import RecipeError
 from fedflat.method import Method
@@ -25,7 +26,7 @@ from fedflat.models import build
 from fedflat.parts import CentralPrivacy, LocalPrivacy, ServerView, Upload, collect
 from fedflat.privacy import ledger
 from fedflat.recipe import Local, Server, validated
-from fedflat.server import conduct, draw_cohort, first_state
+from fedflat.server import conduct, first_state
 from fedflat.vector import Network
 
 NUMBERS = st.floats(-1e3, 1e3)

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedflat import Dataset, Federation, FedflatError, Part, Samples, federate, option, train
+from fedflat.cohort import draw_cohort
 from fedflat.errors import RecipeError, RunError
 from fedflat.prepare import prepare
 from fedflat.recipe import Server, load
 from fedflat.run import execute
-from fedflat.server import draw_cohort
 
 QUICK = ["server.rounds=3", "engine=inline"]
 

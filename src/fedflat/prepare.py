@@ -15,15 +15,16 @@ from torch import nn
 from fedflat import models
 from fedflat.checkpoint import DamagedError, verified
 from fedflat.client import Problem, Question
+from fedflat.cohort import cohort_size
 from fedflat.engine.cluster import Cluster
 from fedflat.engine.engine import Engine
 from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool, cores
 from fedflat.errors import FedflatError, RecipeError, RunError
 from fedflat.federation.augment import Augment
+from fedflat.federation.authors import splits_by
 from fedflat.federation.datasets import load
 from fedflat.federation.federation import Federation, federate
-from fedflat.federation.splits import SPLITS
 from fedflat.folder import Record, read_model, read_recipe
 from fedflat.group import group_size
 from fedflat.heap import keep_freed_memory
@@ -34,7 +35,7 @@ from fedflat.parts import ActiveModel, AllModels
 from fedflat.processor import require_bf16
 from fedflat.randomness import generator
 from fedflat.recipe import Recipe, validated
-from fedflat.server import cohort_size, first_state, view
+from fedflat.server import first_state, view
 from fedflat.state import ServerState
 from fedflat.store import FREED
 from fedflat.vector import Network
@@ -62,6 +63,7 @@ def gather(recipe: Recipe) -> Federation:
         split.name,
         split.clients,
         seed=_split_seed(recipe),
+        draws=split.draws,
         directory=data.dir,
         augment=augmentation(recipe),
         mean=tuple(data.mean or ()),
@@ -121,8 +123,8 @@ def _evaluating(method: Method, recipe: Recipe) -> Method:
 def in_full(recipe: Recipe, problem: Problem) -> Recipe:
     """The recipe with the defaults of its split, data set, model and engine written out."""
     split = recipe.split.options()
-    if recipe.split.name in SPLITS:
-        split = _defaults(SPLITS[recipe.split.name], split)
+    if known := splits_by(recipe.split.draws).get(recipe.split.name):
+        split = _defaults(known, split)
     split |= {"clients": problem.federation.clients, "seed": _split_seed(recipe)}
     own = recipe.model.name not in models.MODELS
     model = recipe.model.options() if own else _defaults(models.MODELS[recipe.model.name], recipe.model.options())

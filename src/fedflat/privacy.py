@@ -14,11 +14,11 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from fedflat.cohort import expected_cohort
 from fedflat.errors import RecipeError
 from fedflat.method import Method
 from fedflat.parts import CentralPrivacy, Privacy
 from fedflat.recipe import Admission, Recipe
-from fedflat.server import expected_cohort
 
 ORDERS = (*range(2, 65), 80, 96, 128, 512, 1024)  # whole ones: between them a sum may not converge
 

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from fedflat.errors import RecipeError, nearest
 
 PRESETS = ("default", "smoo", "sol", "man")
+Draws = Literal["fedflat", "fedsol", "fl-simulator", "fedman"]
 
 
 class Section(BaseModel):
@@ -64,10 +65,13 @@ class Split(Named):
     sizes: list[float] | None = Field(None, description="relative sizes of the clients (sizes)")
     exponent: float | None = Field(None, description="power law of the sizes (sizes)")
     seed: int | None = Field(None, ge=0, description="seed of the partition; else the recipe's")
+    draws: Draws = Field(
+        "fedflat", description="who draws it: our code, or that of FedSoL, FedSMOO or MAN to the index"
+    )
 
     def options(self) -> dict[str, Any]:
-        """What is set beside name, clients and seed: the options of that split."""
-        return self.model_dump(exclude={"name", "clients", "seed"}, exclude_none=True)
+        """What is set beside name, clients, seed and draws: the options of that split."""
+        return self.model_dump(exclude={"name", "clients", "seed", "draws"}, exclude_none=True)
 
 
 class Model(Named):
@@ -105,6 +109,7 @@ class Server(Section):
     sampling: Literal["uniform", "bernoulli"] = Field(
         "uniform", description="exactly the cohort, or each with that odds"
     )
+    draws: Draws = Field("fedflat", description="who draws the cohorts: our code, or that of FedSoL, FedSMOO or MAN")
     average: Literal["uniform", "samples"] = Field("samples", description="weights of the average")
     lr: float = Field(1.0, gt=0, description="factor η_g on the server's move")
 
@@ -260,6 +265,12 @@ def validated(table: Mapping[str, Any]) -> Recipe:
         raise RecipeError(
             f"server.cohort = {recipe.server.cohort}: must be a whole count, or a ratio above 0 up to 1.0"
         )
+    sampling = {"fedsol": "uniform", "fl-simulator": "bernoulli", "fedman": "bernoulli"}.get(recipe.server.draws)
+    if sampling and recipe.server.sampling != sampling:
+        raise RecipeError(
+            f"server.draws = {recipe.server.draws!r}: those authors have server.sampling = {sampling!r} only; "
+            "set it so, or server.draws = 'fedflat'"
+        )
     return recipe
 
 
@@ -287,8 +298,12 @@ def _preset(name: Any) -> dict[str, Any]:
 
 
 # What a section keeps when another name is put into it; the rest are options of the old name.
-LASTING = {"data": {"dir", "crop", "crop_probability", "crop_fill", "flip", "cutout"}, "split": {"clients", "seed"},
-           "model": {"buffers"}, "engine": {"workers", "address", "device", "group"}}  # fmt: skip
+LASTING = {
+    "data": {"dir", "crop", "crop_probability", "crop_fill", "flip", "cutout"},
+    "split": {"clients", "seed", "draws"},
+    "model": {"buffers"},
+    "engine": {"workers", "address", "device", "group"},
+}
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from fedflat.checkpoint import Checkpoints
 from fedflat.client import Problem
+from fedflat.cohort import cohort_seed, draw_cohort
 from fedflat.engine.engine import Engine
 from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, nearest
 from fedflat.federation.federation import Federation
@@ -29,7 +30,7 @@ from fedflat.parts import Part
 from fedflat.prepare import assemble, in_full, sharpness_portion, show, start_engine
 from fedflat.privacy import ledger
 from fedflat.recipe import Recipe, validated
-from fedflat.server import RoundReport, conduct, draw_cohort, first_state, view
+from fedflat.server import RoundReport, conduct, first_state, view
 from fedflat.signals import LastRound
 from fedflat.state import ServerState
 from fedflat.trackers import Trackers, check_trackers
@@ -190,10 +191,11 @@ def rounds(
 ) -> Iterator[tuple[ServerState, Record]]:
     """Round after round: the state after it and its record; the history is that of the rounds before the first."""
     spent, empty = ledger(problem.method, recipe, problem.federation.clients), problem.method.always_moves
+    seed = cohort_seed(recipe)
     skipped = sum(1 for _ in takewhile(lambda record: "skipped" in record, reversed(history)))
     while state.round < recipe.server.rounds:
         begun = time.perf_counter()
-        cohort = draw_cohort(recipe.server, problem.federation.clients, recipe.seed, state.round, empty)
+        cohort = draw_cohort(recipe.server, problem.federation.clients, seed, state.round, empty)
         state, report = conduct(problem, recipe.server, state, engine, cohort, recipe.evaluation, recipe.admission)
         record = _record(state, report)
         if spent:

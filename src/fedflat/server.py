@@ -1,4 +1,4 @@
-"""The server's side of a round: sample a cohort, brief it, merge what comes back."""
+"""The server's side of a round: brief the cohort, merge what comes back."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from fedflat.admission import Gate
 from fedflat.client import Brief, Problem, Refusal
+from fedflat.cohort import expected_cohort
 from fedflat.engine.engine import Engine, one_thread
-from fedflat.errors import RecipeError
 from fedflat.metrics import MEASURES, bytes_of
 from fedflat.parts import ServerView, Uploads, collect
-from fedflat.randomness import numpy_generator
 from fedflat.recipe import Admission, Evaluation, Server
 from fedflat.state import ServerState
 
@@ -58,40 +57,6 @@ def view(problem: Problem, state: ServerState, server: Server | None = None) -> 
         seed=problem.seed,
         cohort=expected_cohort(server, clients),
     )
-
-
-def cohort_size(server: Server, clients: int) -> int:
-    """The number of clients of a round: a count as it is, a ratio as ⌊ratio · m⌋ but at least one.
-
-    >>> cohort_size(Server(cohort=0.1), 100), cohort_size(Server(cohort=3), 100)
-    (10, 3)
-    """
-    size = server.cohort if isinstance(server.cohort, int) else max(int(server.cohort * clients + 1e-9), 1)
-    if size > clients:
-        raise RecipeError(f"server.cohort = {size}: there are only {clients} clients; lower it or raise split.clients")
-    return size
-
-
-def expected_cohort(server: Server, clients: int) -> float:
-    """The mean number of clients of a round, which need not be whole where each is drawn for itself."""
-    whole = server.sampling == "uniform" or isinstance(server.cohort, int)
-    return cohort_size(server, clients) if whole else server.cohort * clients
-
-
-def draw_cohort(server: Server, clients: int, seed: int, round: int, empty: bool = False) -> list[int]:
-    """Who takes part: exactly the cohort without replacement, or each client with that probability.
-
-    At least one, unless the cohort may be empty.
-    """
-    size = cohort_size(server, clients)
-    chance = numpy_generator(seed, "cohort", round)
-    if server.sampling == "uniform":
-        return sorted(chance.choice(clients, size, replace=False).tolist())
-    odds = server.cohort if isinstance(server.cohort, float) else size / clients
-    while True:
-        active = [i for i, draw in enumerate(chance.random(clients)) if draw <= odds]
-        if active or empty:
-            return active
 
 
 @one_thread()

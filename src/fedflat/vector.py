@@ -211,7 +211,8 @@ class Network:
         parameters = list(self.head_module.parameters())
         grads = torch.autograd.grad(objective, parameters, retain_graph=True, allow_unused=True)
         # What enters the head does not depend on it, so a term of the features alone has no gradient here.
-        return torch.cat([p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in zip(parameters, grads)])
+        pairs = zip(parameters, grads, strict=True)
+        return torch.cat([p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in pairs])
 
     def _span(self, module_name: str) -> slice:
         slices = [s for n, s in self.layout.slices.items() if n.startswith(f"{module_name}." if module_name else "")]

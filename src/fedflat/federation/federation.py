@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fedflat.errors import SplitError
-from fedflat.federation import partition
+from fedflat.errors import RecipeError, SplitError, nearest
+from fedflat.federation import authors, partition
 from fedflat.federation.augment import Augment, normalise
 from fedflat.federation.datasets import Dataset, Samples, load
 from fedflat.federation.splits import Shards
@@ -33,6 +33,7 @@ class Federation:
     shards: tuple[Tensor, ...]
     augment: Augment = field(default_factory=Augment)
     dtype: torch.dtype = torch.float32
+    tests: tuple[Tensor, ...] | None = None  # each client's test samples, where the partition's authors draw them too
 
     @property
     def clients(self) -> int:
@@ -136,6 +137,8 @@ class Federation:
 
     def local_tests(self, seed: int, size: int = 1000) -> tuple[Tensor, ...]:
         """For each client the indices of test samples with the label distribution of its training samples."""
+        if self.tests is not None and size == authors.MATCHED:
+            return self.tests
         labels = self.dataset.test.labels.numpy()
         return tuple(
             torch.from_numpy(partition.matched_test(row, labels, numpy_generator(seed, "local test", client=i), size))
@@ -169,6 +172,7 @@ def federate(
     clients: int = 20,
     *,
     seed: int = 0,
+    draws: str = "fedflat",
     directory: str | Path | None = None,
     augment: Augment | None = None,
     mean: tuple[float, ...] | None = None,
@@ -185,14 +189,26 @@ def federate(
         raise SplitError("split = 'given': this federation was made in Python; pass it to fedflat.train again")
     dataset = load(data, directory) if isinstance(data, str) else data
     dataset = replace(dataset, mean=mean or dataset.mean, std=std or dataset.std)
+    shards, tests = _divided(dataset, split, clients, seed, draws, options)
+    matched = None if tests is None else tuple(map(torch.from_numpy, tests))
+    return Federation(dataset, tuple(map(torch.from_numpy, shards)), augment or Augment(), tests=matched)
+
+
+def _divided(
+    dataset: Dataset, split: str, clients: int, seed: int, draws: str, options: dict[str, Any]
+) -> tuple[Shards, Shards | None]:
+    """Who holds which samples, and the local test sets if the authors whose draws these are draw them."""
     train = dataset.train
     if split.endswith(".npz"):
-        shards = _saved(split, dataset)
-    else:
-        groups = None if train.groups is None else train.groups.numpy()
-        chance = numpy_generator(seed, "partition")
-        shards = partition.partition(split, train.labels.numpy(), clients, chance, groups=groups, **options)
-    return Federation(dataset, tuple(map(torch.from_numpy, shards)), augment or Augment())
+        return _saved(split, dataset), None
+    if draws not in ("fedflat", *authors.HOUSES):
+        raise RecipeError(f"split.draws = {draws!r} is unknown; {nearest(draws, ('fedflat', *authors.HOUSES))}")
+    if draws != "fedflat":
+        test = dataset.test.labels.numpy()
+        return authors.divide(draws, split, train.labels.numpy(), clients, seed, test=test, **options)
+    groups = None if train.groups is None else train.groups.numpy()
+    chance = numpy_generator(seed, "partition")
+    return partition.partition(split, train.labels.numpy(), clients, chance, groups=groups, **options), None
 
 
 def _saved(path: str, dataset: Dataset) -> Shards:

@@ -28,15 +28,22 @@ def partition(
         raise RecipeError(f"split {kind!r} is unknown; {nearest(kind, SPLITS)}")
     if clients < 1 and not (kind == "natural" and clients == 0):
         raise RecipeError(f"{kind}: clients must be at least 1, got {clients}")
-    _check(kind, options)
+    check_options(kind, SPLITS[kind], options)
     require(kind, len(labels), clients)
     if kind == "natural":
         options["groups"] = groups
     division = SPLITS[kind](labels, clients, rng, **options)
+    require_samples(kind, division)
+    return division
+
+
+def require_samples(kind: str, division: Shards) -> None:
+    """Refuse a division in which a client holds nothing."""
     empty = sum(len(shard) == 0 for shard in division)
     if empty:
-        raise SplitError(f"{kind}: {empty} of {clients} clients would get no sample; lower clients or change the split")
-    return division
+        raise SplitError(
+            f"{kind}: {empty} of {len(division)} clients would get no sample; lower clients or change the split"
+        )
 
 
 def counts(labels: Indices, shards: Shards, classes: int) -> Indices:
@@ -70,7 +77,7 @@ def save(path: str | PathLike[str], shards: Shards) -> None:
 
 
 def load(path: str | PathLike[str]) -> Shards:
-    """Read what `save` wrote."""
+    """Read what `save` wrote, or the like: whole numbers of any width."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:
             indices, offsets = content["indices"], content["offsets"]
@@ -80,15 +87,15 @@ def load(path: str | PathLike[str]) -> Shards:
         raise DataError(f"{path}: not a partition file, or a damaged one; make the partition again") from error
     if not (_is_vector(indices) and _is_vector(offsets) and _divides(offsets, len(indices))):
         raise DataError(f"{path}: its offsets do not divide its indices; make the partition again")
-    return np.split(indices, offsets[1:-1])
+    return np.split(indices.astype(np.int64), offsets[1:-1].astype(np.int64))
 
 
 def _is_vector(array: NDArray[Any]) -> bool:
-    return array.dtype == np.int64 and array.ndim == 1 and bool(np.all(array >= 0))
+    return array.dtype.kind in "iu" and array.ndim == 1 and bool(np.all(array >= 0))
 
 
 def _divides(offsets: Indices, length: int) -> bool:
-    return len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == length and bool(np.all(np.diff(offsets) >= 0))
+    return len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == length and bool(np.all(offsets[1:] >= offsets[:-1]))
 
 
 def _number(value: Any, low: float, high: float = inf) -> bool:
@@ -114,8 +121,9 @@ OPTIONS: dict[str, Rule] = {
 }
 
 
-def _check(kind: str, options: dict[str, Any]) -> None:
-    known = {name: option for name, option in signature(SPLITS[kind]).parameters.items() if name in OPTIONS}
+def check_options(kind: str, split: Callable[..., Shards], options: dict[str, Any]) -> None:
+    """Refuse options that the split's function does not take, or values that mean nothing."""
+    known = {name: option for name, option in signature(split).parameters.items() if name in OPTIONS}
     for name, value in options.items():
         if name not in known:
             raise RecipeError(f"{kind}: unknown option {name!r}; {nearest(name, known) if known else 'it takes none'}")

@@ -43,7 +43,7 @@ def dirichlet(labels: Indices, clients: int, rng: Rng, *, alpha: float, refill: 
     find a class exhausted they draw from q_i again, which with refill makes small classes rarer than q_i says, and
     without may never end; ours refills and takes the class, or renormalises, and ends after N steps.
     """
-    log_priors = _log_dirichlet(alpha, (clients, len(_pools(labels))), rng)
+    log_priors = _log_dirichlet(alpha, (clients, len(pools(labels))), rng)
     return _draw_in_turn(labels, clients, log_priors, rng, refill=refill)
 
 
@@ -52,7 +52,7 @@ def pathological(labels: Indices, clients: int, rng: Rng, *, classes: int) -> Sh
 
     Each picks on its own, so a class may be held by nobody and a sample by several clients.
     """
-    present = len(_pools(labels))
+    present = len(pools(labels))
     if not 1 <= classes <= present:
         raise RecipeError(f"pathological: classes must be from 1 to {present}, the classes in the data; got {classes}")
     chosen = rng.random((clients, present)).argsort(axis=1) < classes
@@ -162,7 +162,7 @@ def require(kind: str, samples: int, clients: int) -> None:
         raise SplitError(f"{kind}: {clients} clients but only {samples} samples; lower clients to at most {samples}")
 
 
-def _pools(labels: Indices) -> Shards:
+def pools(labels: Indices) -> Shards:
     """The indices of each class that occurs, in the order of the labels."""
     return np.split(np.argsort(labels, kind="stable"), np.cumsum(_supply(labels))[:-1])
 
@@ -181,7 +181,7 @@ def _hand_out(labels: Indices, table: Indices, rng: Rng) -> Shards:
     """Random samples so that client i holds `table[i, c]` of class c; the columns sum to n_c."""
     clients, classes = table.shape
     owner = np.repeat(np.tile(np.arange(clients), classes), table.T.ravel())
-    return _gather(owner, np.concatenate([rng.permutation(pool) for pool in _pools(labels)]), clients)
+    return _gather(owner, np.concatenate([rng.permutation(pool) for pool in pools(labels)]), clients)
 
 
 def _log_dirichlet(alpha: float, shape: tuple[int, ...], rng: Rng) -> Floats:
@@ -202,7 +202,7 @@ def _cumulative(logits: Floats, allowed: NDArray[np.bool_] | bool = True) -> Flo
 def _draw_in_turn(labels: Indices, clients: int, log_priors: Floats, rng: Rng, *, refill: bool) -> Shards:
     """N times: a random client with room left draws a class from its prior and takes the next sample of that class."""
     samples = len(labels)
-    pools = [rng.permutation(pool) for pool in _pools(labels)]
+    stock = [rng.permutation(pool) for pool in pools(labels)]
     left = _supply(labels)
     room = samples // clients + (np.arange(clients) < samples % clients)
     waiting = np.flatnonzero(room).tolist()
@@ -213,12 +213,12 @@ def _draw_in_turn(labels: Indices, clients: int, log_priors: Floats, rng: Rng, *
         client = waiting[place]
         drawn = chance[client].searchsorted(level, side="right")
         if left[drawn] == 0 and refill:
-            left[drawn] = len(pools[drawn])
+            left[drawn] = len(stock[drawn])
         elif left[drawn] == 0:
             chance[client] = _cumulative(log_priors[client], left > 0)
             drawn = chance[client].searchsorted(rng.random(), side="right")
         left[drawn] -= 1
-        owner[turn], index[turn] = client, pools[drawn][left[drawn]]
+        owner[turn], index[turn] = client, stock[drawn][left[drawn]]
         room[client] -= 1
         if room[client] == 0:
             waiting[place] = waiting[-1]
