@@ -277,17 +277,19 @@ EVERY = [*CATALOGUE, *(f"fedsol(source='{source}')" for source in SOURCES[1:]), 
 @pytest.mark.parametrize("method", EVERY)
 def test_state_and_memory_stay_bounded_at_a_tiny_learning_rate(clients, method):
     problem = Problem(clients, Network(net()), parse(method), Local(steps=3, batch=8, lr=1e-5, momentum=0.5))
+    # The dual of FedSMOO's slides has at first to grow to the gradient's length.
+    early, late = (30, 45) if method == "fedsmoo_slides" else (4, 12)
     norms = {}
     with closing(Inline(problem)) as engine:
         state = first_state(problem)
-        for round in range(1, 13):
+        for round in range(1, late + 1):
             state, _ = conduct(problem, Server(cohort=5), state, engine, range(5))
-            if round in (4, 12):
+            if round in (early, late):
                 kept = {f"{c}.{n}": v for c in range(5) for n, v in (engine.memory[c] or {}).items()}
                 norms[round] = {n: float(v.nan_to_num().norm()) for n, v in {**state.vectors, **kept}.items()}
     slack = 0.05 * float(state.weights.norm())
-    for key, norm in norms[12].items():
-        assert norm <= 1.6 * norms[4][key] + slack, (key, norms[4][key], norm)
+    for key, norm in norms[late].items():
+        assert norm <= 1.6 * norms[early][key] + slack, (key, norms[early][key], norm)
 
 
 @pytest.mark.parametrize("method", EVERY)
