@@ -22,7 +22,7 @@ from fedflat.prepare import gather, prepare
 from fedflat.recipe import load
 from fedflat.run import execute
 from fedflat.sweep import jobs_for, load_sweep, shipped, summarised
-from fedflat.sweep.plan import flattened
+from fedflat.sweep.overrides import flattened
 from fedflat.sweep.results import columns, finished, mean_and_std, read_rows, save_result
 
 PATIENCE = 120  # seconds, against hanging only
@@ -54,6 +54,36 @@ grid.seed = [7]
 [[scale.tiny.override]]
 when = { method = "fedsam(0.1)" }
 set = { method = "fedsam(0.5)" }
+"""
+FILLED = """
+preset = "man"
+after = ["flatness --k {k}"]
+
+[grid]
+method = ["fedavg", "fedsam({rho})", "fedsam({rho}) + man({man})"]
+setting = ["CIFAR δ=0.3", "CIFAR IID", "Tiny δ=0.3", "Tiny IID"]
+
+[fill]
+k = 1
+rho = 0.05
+man = 0.15
+
+[[override]]
+when = { setting = "CIFAR*" }
+set = {}
+
+[[override]]
+when = { setting = "Tiny*" }
+set = { model = "convnet-gn" }
+fill = { man = "0.2, layers='official_convnet'" }
+
+[[override]]
+when = { setting = "Tiny IID", method = "*man*" }
+fill = { rho = 0.01 }
+
+[scale.tiny]
+server.rounds = 2
+fill.k = 5
 """
 HELD = '''
 import time
@@ -97,6 +127,49 @@ def test_overrides_refine_the_points_that_they_meet(tmp_path):
     assert points["fedsam-0.1_alpha=0.1_large_seed=0"].recipe.local.lr == load("sol").local.lr
 
 
+def test_names_in_braces_are_filled_by_setting(tmp_path):
+    points = load_sweep(written(tmp_path, FILLED)).points
+    methods = {(p.values["setting"], p.values["method"]): p.recipe.method for p in points}
+    both = "fedsam({rho}) + man({man})"
+    assert methods["CIFAR IID", "fedavg"] == "fedavg"
+    assert methods["Tiny IID", "fedsam({rho})"] == "fedsam(0.05)"
+    assert methods["CIFAR IID", both] == "fedsam(0.05) + man(0.15)"
+    assert methods["Tiny δ=0.3", both] == "fedsam(0.05) + man(0.2, layers='official_convnet')"
+    assert methods["Tiny IID", both] == "fedsam(0.01) + man(0.2, layers='official_convnet')"
+    assert {p.after for p in points} == {("flatness --k 1",)}
+    assert {p.after for p in load_sweep(written(tmp_path, FILLED), "tiny").points} == {("flatness --k 5",)}
+
+
+def test_a_star_in_when_stands_for_anything(tmp_path):
+    models = {p.values["setting"]: p.recipe.model.name for p in load_sweep(written(tmp_path, FILLED)).points}
+    assert models == {
+        "CIFAR δ=0.3": "lenet64",
+        "CIFAR IID": "lenet64",
+        "Tiny δ=0.3": "convnet-gn",
+        "Tiny IID": "convnet-gn",
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ("rho = 0.05", "", "mine.toml: 'fedsam({rho})': nothing fills {rho}; give it a value in [fill]"),
+        ("k = 1", "k = 1\nzeta = 0.1", "mine.toml: fill.zeta: no value has {zeta} in it"),
+        (
+            "fill = { rho = 0.01 }",
+            "fill = { roh = 0.01 }",
+            "mine.toml: fill.roh: no value has {roh} in it",
+        ),
+        ('"Tiny*"', '"Tini*"', "mine.toml: override 2: when.setting = 'Tini*' is not in the grid"),
+    ],
+)
+def test_a_name_that_is_not_filled_or_not_used_is_one_sentence(tmp_path, before, after, sentence):
+    assert before in FILLED
+    with pytest.raises(RecipeError) as caught:
+        load_sweep(written(tmp_path, FILLED.replace(before, after, 1)))
+    assert sentence in str(caught.value)
+
+
 def test_a_scale_lies_over_everything_and_set_over_that(tmp_path):
     sweep = load_sweep(written(tmp_path, GRID), "tiny", ["local.lr=0.5"])
     assert (sweep.scale, {p.recipe.seed for p in sweep.points}) == ("tiny", {7})
@@ -134,7 +207,7 @@ def test_only_takes_the_part_of_the_grid_that_has_these_values(tmp_path):
         ),
         ('"small", "large"', '"small", "large", "huge"', "mine.toml: grid.size: a recipe has no such field, and no"),
         ('size = "small" }', 'size = "smal" }', "when.size = 'smal' is not in the grid; did you mean small?"),
-        ("skip = true", "skipp = true", "mine.toml: override 3: there is no 'skipp'; it has when, set and skip"),
+        ("skip = true", "skipp = true", "mine.toml: override 3: there is no 'skipp'; it has when, set, fill and skip"),
         ("flatness --k 1", "rm -r", "mine.toml: after: 'rm -r' cannot follow a run; it may be personalize"),
         ("local.lr = 0.02", "local.lrr = 0.02", "mine.toml: local.lrr: there is no such field; did you mean local.lr?"),
         ('preset = "sol"', 'preset = "soul"', "mine.toml: preset = 'soul': there is none of that name"),

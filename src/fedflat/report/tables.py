@@ -18,7 +18,8 @@ from rich.text import Text
 
 from fedflat.errors import RecipeError, nearest
 from fedflat.report.sheets import Cell, Sheet
-from fedflat.sweep.plan import FULL, flattened, load_sweep, shipped, spelled
+from fedflat.sweep.overrides import flattened, spelled
+from fedflat.sweep.plan import FULL, load_sweep, shipped
 from fedflat.sweep.results import Row, mean_and_std
 
 VALUE = re.compile(r"(?P<mean>\d+(?:\.\d+)?)(?P<more>\+)?(?: ± (?P<std>\d*\.?\d+))?(?P<arrow> [↑↓])?(?P<note> .+)?")
