@@ -140,6 +140,13 @@ def test_names_in_braces_are_filled_by_setting(tmp_path):
     assert {p.after for p in load_sweep(written(tmp_path, FILLED), "tiny").points} == {("flatness --k 5",)}
 
 
+def test_a_label_of_the_grid_fills_braces_itself(tmp_path):
+    text = 'method = "fedavg + man({zeta})"\n[grid]\nzeta = [0.0, 0.15]\nseed = [0]'
+    points = load_sweep(written(tmp_path, text)).points
+    assert [p.recipe.method for p in points] == ["fedavg + man(0.0)", "fedavg + man(0.15)"]
+    assert [p.slug for p in points] == ["zeta=0.0_seed=0", "zeta=0.15_seed=0"]
+
+
 def test_a_star_in_when_stands_for_anything(tmp_path):
     models = {p.values["setting"]: p.recipe.model.name for p in load_sweep(written(tmp_path, FILLED)).points}
     assert models == {

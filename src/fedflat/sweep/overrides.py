@@ -80,9 +80,17 @@ def _filling(text: str, name: str, fill: Table) -> str:
     return spelled(fill[name])
 
 
-def refuse_unused(fill: Table, overrides: Sequence[Override], layers: Sequence[Any]) -> None:
+def names_in(*layers: Any) -> set[str]:
+    """All names that stand in braces.
+
+    >>> sorted(names_in({"method": ["fedavg", "fedsam({rho}) + man({zeta})"]}))
+    ['rho', 'zeta']
+    """
+    return {name for text in _texts(list(layers)) for name in NAME.findall(text)}
+
+
+def refuse_unused(fill: Table, overrides: Sequence[Override], used: set[str]) -> None:
     """A name that no text has in braces is a misspelt one."""
-    used = {found for layer in layers for text in _texts(layer) for found in NAME.findall(text)}
     for name in (*fill, *(name for override in overrides for name in override.fill)):
         if name not in used:
             raise RecipeError(f"fill.{name}: no value has {{{name}}} in it; {nearest(name, used)}")

@@ -8,7 +8,8 @@ It is a recipe file with tables of its own::
     [grid]                                   # every combination is a run
     method = ["fedavg", "fedsam({rho})"]
     split.alpha = [0.1, 0.5]
-    size = ["small", "large"]                # not a field of a recipe: a label, whose meaning overrides give
+    size = ["small", "large"]                # not a field of a recipe: a label, whose meaning overrides give, or that
+                                             # stands in braces elsewhere
     seed = [0, 1, 2]
 
     [fill]                                   # what stands for a name in braces, here and in the rest of the file
@@ -46,6 +47,7 @@ from fedflat.sweep.overrides import (
     filled,
     flattened,
     listed,
+    names_in,
     overrides_of,
     refuse_unused,
     spelled,
@@ -157,16 +159,17 @@ def _points(table: Table, scale: Table, layers: Sequence[Table]) -> Iterator[Poi
     last = {name: value for name, value in scale.items() if name not in OWN}
     known = {field: [*grid.get(field, ()), *values] for field, values in axes.items()}
     common, scaled = (overrides_of(each, known) for each in (table, scale))
-    fill = {**subtable(table, "fill"), **subtable(scale, "fill")}
-    _refuse_unexplained(axes, [*common, *scaled])
-    refuse_unused(fill, [*common, *scaled], [base, last, known, *(o.set for o in common + scaled)])
+    fill, overrides = {**subtable(table, "fill"), **subtable(scale, "fill")}, [*common, *scaled]
+    used = names_in(base, last, known, [override.set for override in overrides])
+    refuse_unused(fill, overrides, used)
+    _refuse_unexplained({field: values for field, values in axes.items() if field not in used}, overrides)
     for combination in product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))
         met, narrowed = ([o for o in some if o.meets(values)] for some in (common, scaled))
         if any(override.skip for override in (*met, *narrowed)):
             continue
         point = (nested(field, value) for field, value in values.items() if is_field(field))
-        here = {**fill, **{name: value for o in (*met, *narrowed) for name, value in o.fill.items()}}
+        here = {**fill, **values, **{name: value for o in (*met, *narrowed) for name, value in o.fill.items()}}
         stack = filled([base, *point, *(o.set for o in met), last, *(o.set for o in narrowed), *layers], here)
         commands: Any = next((each["after"] for each in reversed(stack) if "after" in each), [])
         recipe = stacked(*({k: v for k, v in each.items() if k != "after"} for each in stack))
