@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 
 from fedflat import Method, Part, Samples, models, train
 from fedflat.client import Brief, Problem
@@ -23,7 +24,7 @@ from fedflat.recipe import Evaluation, Local, Server
 from fedflat.server import conduct, first_state
 from fedflat.vector import Network
 
-ALL = ["consistency", "divergence", "discord", "cosine", "local", "classes"]
+ALL = ["consistency", "divergence", "discord", "cosine", "proximal", "lambda", "local", "classes"]
 COHORT = [0, 2, 3, 5, 7]
 
 
@@ -223,6 +224,23 @@ def test_the_angle_of_one_step_is_that_of_update_and_proximal_gradient_within_th
     with closing(Inline(problem)) as engine:
         _, report = conduct(problem, Server(average="uniform"), state, engine, [0, 2])
     assert report.notes["cosine"] == pytest.approx(sum(expected) / 2, rel=1e-10)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_the_proximal_loss_is_the_divergence_of_the_answers_on_the_clients_own_samples(digits, together):
+    problem = problem_of(digits, mlp(), measures=["proximal"], group=together)
+    state = first_state(problem)
+    with closing(Inline(problem)) as engine:
+        uploads = [*engine.turns(Brief(0, 0.3, {"weights": state.weights}), [0, 2])]
+    for upload in uploads:
+        inputs, _ = digits.batch(digits.shard(upload.client), None)
+        before, after = mlp().double(), mlp().double()
+        vector_to_parameters(state.weights.double(), before.parameters())
+        vector_to_parameters((state.weights + upload.delta).double(), after.parameters())
+        p, q = ((module(inputs.double()).detach() / 3).softmax(dim=1) for module in (before, after))
+        expected = float((p * (p / q).log()).sum(dim=1).mean())
+        assert upload.notes["proximal_loss"] == pytest.approx(expected, rel=1e-3)
+        assert expected > 1e-3
 
 
 def test_an_unknown_measure_is_named(digits):
