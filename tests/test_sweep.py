@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fedflat.cli import app, main
 from fedflat.errors import RecipeError, RunError
-from fedflat.methods import parse
+from fedflat.methods import parse, spell
 from fedflat.prepare import gather, prepare
 from fedflat.recipe import load
 from fedflat.run import execute
@@ -85,6 +85,22 @@ fill = { rho = 0.01 }
 server.rounds = 2
 fill.k = 5
 """
+# What the rows of these sweeps have beside the usual columns.
+COLUMNS = {
+    "fedsol-figure3": {
+        "local_accuracy_before",
+        "local_accuracy",
+        "local_accuracy_std",
+        "class_accuracy_std",
+        "forgetting",
+    },
+    "fedsol-figure4": {"lambda1", "lambda5", "lambda1/lambda5", "trace", "landscape_eigen_rise"},
+    "fedsol-figure9": {"proximal_loss", "cosine"},
+    "fedsol-figure10": {"divergence", "discord"},
+    "man-sensitivity": {"activation/relu1", "lambda1", "trace"},
+    "man-landscape": {"landscape_eigen_centre", "landscape_eigen_rise", "landscape_random_rise"},
+    "fedsmoo-landscapes": {"landscape_random_centre", "landscape_random_rise"},
+}
 HELD = '''
 import time
 from pathlib import Path
@@ -333,7 +349,39 @@ def test_the_tiny_form_of_every_sweep_that_comes_along_runs_two_rounds(name, tmp
         assert finished(folder, point)
         metrics = json.loads((folder / "result.json").read_text())["metrics"]
         assert 0 <= metrics["accuracy_last"] <= metrics["accuracy_best"] <= 1
+        assert all(isinstance(metrics[column], float) for column in COLUMNS.get(name, ()))
         assert all(columns(json.loads(answer.read_text())).keys() <= metrics.keys() for answer in answers)
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if name.startswith("fedsol-")])
+def test_fedsol_is_adaptive_wherever_its_paper_does_not_say_otherwise(name):
+    methods = {spell(p.recipe.method) for p in load_sweep(name).points}
+    ours = [method for method in methods if method.startswith("fedsol(")]
+    assert ours or name in ("fedsol-table6",)
+    if name not in ("fedsol-figure8a", "fedsol-figure8b"):  # they compare forms of Λ
+        assert all("radius='dim0'" in method for method in ours)
+    if name not in ("fedsol-table8",):
+        assert all("scope='all'" in method for method in ours)
+
+
+def test_mans_settings_are_those_of_its_authors():
+    points = {
+        (p.values["setting"], p.values["method"]): p.recipe for p in load_sweep("man-accuracy").only(["seed=0"]).points
+    }
+    cifar = points["CIFAR-100 IID", "fedasam({asam}, eta=0.2) + man({man})"]
+    assert (cifar.split.name, cifar.split.stratified, cifar.split.clients) == ("iid", True, 100)
+    assert cifar.method == "fedasam(0.1, eta=0.2) + man(0.15)"
+    assert points["CIFAR-100 IID", "fedasam({asam}, eta=0.2)"].method == "fedasam(0.5, eta=0.2)"
+    tiny = points["Tiny-ImageNet IID", "fedsam({sam}) + man({man})"]
+    assert (tiny.method, tiny.split.stratified, tiny.model.name) == ("fedsam(0.01) + man(0.1)", None, "convnet-gn")
+    assert points["Tiny-ImageNet IID", "fedsam({sam})"].method == "fedsam(0.03)"
+    assert points["Tiny-ImageNet δ=0.6, as coded", "fedavg + man({man})"].method == (
+        "fedavg + man(0.2, layers='official_convnet')"
+    )
+    averages = {method.split("(")[0].split()[0]: recipe.server.average for (_, method), recipe in points.items()}
+    uniform = {"feddyn", "feddc", "fedspeed"}
+    assert {name for name, average in averages.items() if average == "uniform"} == uniform
+    assert averages.keys() - uniform == {"fedavg", "fedsam", "fedasam"}
 
 
 def test_what_counts_as_done_is_done_with_this_very_recipe(tmp_path):
@@ -448,6 +496,16 @@ def test_the_sweep_of_the_docs_is_one(tmp_path):
     (text,) = re.findall(r"```toml\n(.*?)```", (Path(__file__).parents[1] / "docs/sweeps.md").read_text("utf-8"), re.S)
     assert len(load_sweep(written(tmp_path, text)).points) == (3 + 1) * 2 * 3
     assert len(load_sweep(written(tmp_path, text), "laptop").points) == (3 + 1) * 2
+
+
+def test_the_docs_count_the_runs_of_every_sweep_of_a_paper():
+    text = (Path(__file__).parents[1] / "docs/sweeps.md").read_text("utf-8")
+    table = text.split("| sweep and table | runs | of |")[1].split("\n\n")[0]
+    counted = {}
+    for line in table.strip().splitlines()[1:]:
+        names, runs, _ = line.strip("|").split("|")
+        counted |= dict(zip(re.findall(r"`([\w-]+)`", names), map(int, runs.split(",")), strict=True))
+    assert counted == {name: len(load_sweep(name).points) for name in shipped() if name != "fashion"}
 
 
 def test_nested_tables_and_dotted_names_are_the_same_grid():
