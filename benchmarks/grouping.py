@@ -19,7 +19,7 @@ from fedflat.client import Brief, Problem, Worker
 from fedflat.group import group_size
 from fedflat.methods import parse
 from fedflat.recipe import Local
-from fedflat.server import first_state
+from fedflat.server import first_state, view
 from fedflat.vector import Network
 
 COHORT, IMAGE, SMALL_IMAGE = 100, (1, 28, 28), (1, 8, 8)
@@ -62,7 +62,7 @@ def times(shape: tuple[int, ...], module: nn.Module, group: int, repeats: int) -
     )
     problem = Problem(federation, Network(module), parse("fedavg"), Local(epochs=1, batch=10, lr=0.05))
     worker, clients = Worker(problem), list(range(group))
-    brief = Brief(0, 0.05, problem.method.send(first_state(problem)))
+    brief = Brief(0, 0.05, problem.method.broadcast(view(problem, first_state(problem))))
     together = partial(worker.turns, brief, clients, [{}] * group)
 
     def one_by_one() -> None:

@@ -15,7 +15,7 @@ from fedflat import Dataset, Federation, Samples, models
 from fedflat.client import Brief, Problem, Worker
 from fedflat.methods import parse
 from fedflat.recipe import Local
-from fedflat.server import first_state
+from fedflat.server import first_state, view
 from fedflat.vector import Network
 
 BOUNDS = {
@@ -42,7 +42,7 @@ def turn(written: str, federation: Federation, network: Network) -> object:
     problem = Problem(federation, network, parse(written), local)
     worker, state = Worker(problem), first_state(problem)
     memory = {name: torch.randn(network.size) * 1e-3 for name in problem.memory}
-    moved = {name: vector + 1e-3 for name, vector in problem.method.send(state).items()}
+    moved = {name: vector + 1e-3 for name, vector in problem.method.broadcast(view(problem, state)).items()}
     return lambda: worker.turn(Brief(1, 0.01, moved), 0, memory)
 
 

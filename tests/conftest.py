@@ -1,6 +1,8 @@
 """What several tests use: a tiny federation, and the real data where they are at hand."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,11 @@ from fedflat import Dataset, Federation, Samples, federate
 # A busy machine must not fail a test: what an example may take is nobody's specification.
 settings.register_profile("fedflat", deadline=None)
 settings.load_profile("fedflat")
+
+# Where the processor's AMX traps, bfloat16 must do without it; oneDNN learns that from the environment alone.
+BF16 = "import torch; x = torch.ones(16, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
+if "PYTEST_XDIST_WORKER" not in os.environ and subprocess.run([sys.executable, "-c", BF16]).returncode < 0:
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

@@ -244,18 +244,18 @@ def test_with_failures_stop_the_first_one_ends_the_run_in_a_sentence():
 class Careless(Part):
     """Keeps and uploads Δ; once η is below 0.1, the client with `steps` steps makes something else of it."""
 
-    memory = ("kept",)
-    uploads = ("echo",)
-
     steps: int = 0
     which: str = "echo"
     flaw: str = ""
 
-    def settle(self, sent, memory, outcome):
+    def first_memory(self, initial):
+        return {"kept": torch.zeros_like(initial)}
+
+    def report(self, upload, sent, memory, outcome):
         vectors = {"kept": memory["kept"] + outcome.delta, "echo": outcome.delta}
         if outcome.rule.steps == self.steps and outcome.rule.lr < 0.1:
             vectors[self.which] = FLAWS[self.flaw](vectors[self.which])
-        return {"kept": vectors["kept"]}, {"echo": vectors["echo"]}
+        return upload.update(echo=vectors["echo"]), {"kept": vectors["kept"]}
 
 
 FLAWS = {

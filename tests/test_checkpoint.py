@@ -18,10 +18,10 @@ from fedflat.checkpoint import Checkpoints, fingerprint, verified
 from fedflat.cli import app
 from fedflat.errors import RunError
 from fedflat.folder import read_recipe
-from fedflat.parts import ServerState
 from fedflat.prepare import load_run, prepare
 from fedflat.recipe import Recipe, load
 from fedflat.run import execute
+from fedflat.state import ServerState
 from fedflat.store import Memory
 
 TINY = ["method=scaffold", "model.hidden=[8]", "split.clients=6", "server.cohort=2", "server.rounds=4", "local.steps=2",
@@ -175,7 +175,7 @@ def test_metrics_that_are_not_those_of_the_checkpoint_lead_to_the_one_before(run
 
 def state(round, weights=None):
     vector = torch.full((3,), float(round)) if weights is None else weights
-    return ServerState(vector, torch.zeros(0), torch.zeros(3), {"control": -vector}, round, 6)
+    return ServerState(vector, torch.zeros(0), {"control": -vector}, round)
 
 
 def save(checkpoints, round, memory=None, accuracy=None):

@@ -14,7 +14,7 @@ from fedflat.errors import RecipeError
 from fedflat.local import Notes
 from fedflat.methods import parse
 from fedflat.recipe import Local
-from fedflat.server import first_state
+from fedflat.server import first_state, view
 from fedflat.vector import Network
 
 
@@ -49,7 +49,7 @@ READ_NUMBERS = {"fedntd", "fedgf"}  # they pick entries by value, which no shape
 def test_a_turn_of_every_method_stays_on_its_device(imagined, method, clip):
     problem = Problem(imagined, Network(net(), device="meta"), parse(method), Local(batch=4, momentum=0.9, clip=clip))
     state = first_state(problem)
-    upload = Worker(problem).turn(Brief(0, 0.1, problem.method.send(state)), 1, None)
+    upload = Worker(problem).turn(Brief(0, 0.1, problem.method.broadcast(view(problem, state))), 1, None)
     vectors = [upload.delta, *upload.vectors.values(), *upload.memory.values()]
     assert {vector.device.type for vector in vectors} == {"meta"}
 

@@ -22,10 +22,11 @@ from fedflat.engine.inline import Inline
 from fedflat.errors import TrainingError
 from fedflat.heap import MMAP_THRESHOLD
 from fedflat.methods import parse
-from fedflat.parts import ServerState, Upload, Uploads
+from fedflat.parts import Upload, collect
 from fedflat.prepare import show
 from fedflat.recipe import Evaluation, Local, Server
-from fedflat.server import conduct, first_state
+from fedflat.server import conduct, first_state, view
+from fedflat.state import ServerState
 from fedflat.vector import Network
 
 F_SETPIPE_SZ = 1031
@@ -243,7 +244,7 @@ def test_an_update_that_nobody_looks_at_goes_once_it_is_summed_and_the_sum_is_th
     room, weights = [], []
     for watch in None, Evaluation(measures=["consistency"]):
         problem = Problem(digits, network, parse("fedavg"), Local())
-        state = ServerState(torch.ones(network.size) / 100, network.buffers, torch.zeros(1), {}, 0, digits.clients)
+        state = ServerState(torch.ones(network.size) / 100, network.buffers, {})
         with closing(pool.Pool(problem, state, slots=6, workers=2)) as engine:
             merged, _ = conduct(problem, Server(cohort=6), state, engine, range(6), watch)
             room.append((engine._scratch.path / "upload.delta").stat().st_blocks * 512)
@@ -271,7 +272,7 @@ def test_a_client_that_is_away_does_not_hold_the_sum_up():
             seen.append([*gone])
 
     away, gone, seen = set[int](), list[int](), list[list[int]]()
-    uploads = Uploads(arriving(), "uniform", [9, 7, 4, 5], away, gone.append)
+    uploads = collect(arriving(), "uniform", [9, 7, 4, 5], away, gone.append)
     assert seen == [[], [7], [7, 4, 5]]
     assert [upload.client for upload in uploads] == [7, 4, 5]
     assert uploads.average("delta") == (7 + 4 + 5) / 3
@@ -281,7 +282,7 @@ def test_a_pool_whose_round_was_given_up_says_so_instead_of_mixing_rounds(digits
     problem = Problem(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), parse("fedavg"), Local())
     state = first_state(problem)
     with closing(pool.Pool(problem, state, slots=6, workers=2)) as engine:
-        next(engine.turns(Brief(0, 0.1, problem.method.send(state)), range(6)))
+        next(engine.turns(Brief(0, 0.1, problem.method.broadcast(view(problem, state))), range(6)))
         with pytest.raises(TrainingError, match="given up half-way; start a new engine"):
             conduct(problem, Server(), state, engine, [0, 1])
 
@@ -305,7 +306,7 @@ def test_more_tasks_than_the_pipe_holds_are_laid_as_it_empties(digits):
     cohort = [i % digits.clients for i in range(600)]
     with closing(pool.Pool(problem, first_state(problem), slots=600, workers=2)) as engine:
         fcntl.fcntl(engine._tasks.fileno(), F_SETPIPE_SZ, 4096)
-        brief = Brief(0, 0.1, problem.method.send(first_state(problem)))
+        brief = Brief(0, 0.1, problem.method.broadcast(view(problem, first_state(problem))))
         assert len(list(engine.turns(brief, cohort))) == 600
 
 
@@ -327,7 +328,7 @@ def test_freed_memory_is_kept_from_a_workers_second_step_on_however_the_first_on
     seen = []
     monkeypatch.setattr("fedflat.heap._glibc", lambda _, option, value: option == MMAP_THRESHOLD and seen.append(value))
     problem = Problem(digits, Network(models.build("mlp", (1, 8, 8), 10)), parse("fedavg"), Local(steps=2), loss=loss)
-    worker, brief = Worker(problem), Brief(0, 0.1, problem.method.send(first_state(problem)))
+    worker, brief = Worker(problem), Brief(0, 0.1, problem.method.broadcast(view(problem, first_state(problem))))
     for number in (0, 1):
         with pytest.raises(ZeroDivisionError) if fails else nullcontext():
             worker.turn(brief, number, None)

@@ -101,18 +101,18 @@ class Mischief(Part):
     """Does something else at one stage of the bad client's turn."""
 
     deed: str = ""
-    stage: str = ""
+    when: str = ""
 
     def plan(self, rule, sent, memory):
         self._act(rule, "planning")
         return rule
 
-    def settle(self, sent, memory, outcome):
+    def report(self, upload, sent, memory, outcome):
         self._act(outcome.rule, "settling")
-        return {}, {}
+        return upload, memory
 
     def _act(self, rule, stage):
-        if (rule.steps, stage) == (-(-SIZES[BAD] // BATCH), self.stage):
+        if (rule.client, stage) == (BAD, self.when):
             DEEDS[self.deed][0]()
 
 

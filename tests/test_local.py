@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fedflat.local import LocalRule, Slope, step, train
+from fedflat.method import Method
 from fedflat.parts import ActivationNorm, Ascent, Distillation, Part, ProximalAscent
 from fedflat.vector import Network
 
@@ -61,7 +62,7 @@ def test_weights_are_restored_to_the_bit_after_a_look_elsewhere():
     network, x, y = problem()
     before = network.weights.clone()
     with network.listening() as tap:
-        slope = Slope(network, None, LocalRule(0.1, 1), nn.functional.cross_entropy, tap).at((x, y))
+        slope = Slope(network, LocalRule(0.1, 1), nn.functional.cross_entropy, tap).at((x, y))
         slope(torch.full_like(before, 1e-3) * torch.pi)
     assert torch.equal(network.weights, before)
 
@@ -69,9 +70,7 @@ def test_weights_are_restored_to_the_bit_after_a_look_elsewhere():
 def test_sam_steps_along_the_gradient_at_the_top_of_the_ball():
     network, x, y = problem()
     start = network.weights.clone()
-    outcome = train(
-        network, None, start, Ascent(0.05).plan(LocalRule(0.1, 1), {}, {}), [(x, y)], nn.functional.cross_entropy
-    )
+    outcome = train(network, start, Ascent(0.05).plan(LocalRule(0.1, 1), {}, {}), [(x, y)], nn.functional.cross_entropy)
 
     def gradient(at):
         network.bind(at.clone())
@@ -86,7 +85,7 @@ def test_man_has_the_gradient_of_finite_differences():
     network, x, y = problem()
     start = network.weights.clone()
     rule = ActivationNorm(0.7).plan(LocalRule(1.0, 1), {}, {})
-    outcome = train(network, None, start, rule, [(x, y)], nn.functional.cross_entropy)
+    outcome = train(network, start, rule, [(x, y)], nn.functional.cross_entropy)
 
     @torch.no_grad()
     def objective(at):
@@ -106,7 +105,7 @@ def test_man_reports_the_norms_it_penalises():
     network, x, y = problem()
     expected = float(network.module[1](network.module[0](x)).square().mean().detach())
     rule = ActivationNorm(0.1).plan(LocalRule(0.1, 1), {}, {})
-    outcome = train(network, None, network.weights.clone(), rule, [(x, y)], nn.functional.cross_entropy)
+    outcome = train(network, network.weights.clone(), rule, [(x, y)], nn.functional.cross_entropy)
     assert outcome.notes == {"activation/1": pytest.approx(expected)}
 
 
@@ -119,7 +118,7 @@ def test_batch_statistics_come_from_the_unperturbed_pass_only():
     for rho in (0.0, 5.0):
         network.buffers.copy_(torch.cat([torch.zeros(6), torch.ones(6)]))
         start = network.weights.clone()
-        train(network, None, start, Ascent(rho).plan(LocalRule(0.1, 1), {}, {}), [(x, y)], nn.functional.cross_entropy)
+        train(network, start, Ascent(rho).plan(LocalRule(0.1, 1), {}, {}), [(x, y)], nn.functional.cross_entropy)
         network.weights.copy_(start)
         after[rho] = network.buffers.clone()
     assert torch.equal(after[0.0], after[5.0])
@@ -129,24 +128,22 @@ def test_batch_statistics_come_from_the_unperturbed_pass_only():
 @pytest.mark.parametrize(("scope", "body_passes"), [("head", 1), ("all", 2), ("body", 2)])
 def test_fedsol_on_the_head_runs_the_body_once_and_the_frozen_model_once(scope, body_passes):
     network, x, y = problem()
-    reference, start = network.frozen(), network.weights.clone()
+    start = network.weights.clone()
     counts = {"body": 0, "head": 0, "frozen": 0}
 
     def counting(name):
-        def count(*_):
-            counts[name] += 1
+        def count(module, *_):
+            counts[name if module.training else "frozen"] += 1
 
         return count
 
     network.module[0].register_forward_hook(counting("body"))
     network.module[2].register_forward_hook(counting("head"))
-    reference.module[0].register_forward_hook(counting("frozen"))
-    part = ProximalAscent(Distillation(3.0), rho=0.5, scope=scope)
+    method = Method(ProximalAscent(Distillation(3.0), rho=0.5, scope=scope))
     rule = replace(LocalRule(0.1, 1), layout=network.layout, head=network.head)
-    train(
-        network, reference, start, part.plan(rule, {"weights": start + 0.01}, {}), [(x, y)], nn.functional.cross_entropy
-    )
-    assert counts == {"body": body_passes, "head": 2, "frozen": 1}
+    rule = method.plan(rule, {"weights": start + 0.01}, {})
+    train(network, start, rule, [(x, y)], nn.functional.cross_entropy)
+    assert counts == {"body": body_passes, "head": 2, "frozen": 2}  # the frozen model's body and head, once each
 
 
 @pytest.mark.parametrize("decay", [0.0, 1e-2])
@@ -157,8 +154,8 @@ def test_a_plain_step_of_a_chain_is_the_step_of_its_gradient(decay):
     start = network.weights.clone()
     batches = [(torch.randn(4, 5, dtype=torch.float64), torch.randint(0, 3, (4,))) for _ in range(3)]
     rule = LocalRule(lr=0.2, steps=3, weight_decay=decay, lr_floor=0.5)
-    at_once = train(network, None, start, rule, batches, F.cross_entropy)
-    clipped = train(network, None, start, replace(rule, clip=1e9), batches, F.cross_entropy)
+    at_once = train(network, start, rule, batches, F.cross_entropy)
+    clipped = train(network, start, replace(rule, clip=1e9), batches, F.cross_entropy)
     assert rule.plain and not clipped.rule.plain
     torch.testing.assert_close(at_once.delta, clipped.delta, rtol=1e-12, atol=1e-14)
     assert at_once.loss == pytest.approx(clipped.loss, rel=1e-12)
@@ -172,8 +169,10 @@ def test_a_step_that_nothing_is_done_to_needs_no_vector_of_the_gradient(part, mo
         network = Network(nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4)))
         rule = part.plan(LocalRule(lr=0.1, steps=3, momentum=momentum, weight_decay=0.01, **also), {}, {})
         batches = [(torch.randn(5, 1, 4, 4), torch.randint(4, (5,))) for _ in range(3)]
-        outcome = train(network, None, network.weights.clone(), rule, batches, F.cross_entropy)
-        return outcome.delta, "gradient" in vars(network)
+        gathered, differentiate = [], network.differentiate
+        network.differentiate = lambda objective: gathered.append(True) or differentiate(objective)
+        outcome = train(network, network.weights.clone(), rule, batches, F.cross_entropy)
+        return outcome.delta, bool(gathered)
 
     straight, gathered = after(), after(pull=torch.zeros(3 * 9 + 3 + 12 * 4 + 4))
     torch.testing.assert_close(straight[0], gathered[0], rtol=1e-6, atol=1e-7)
@@ -191,9 +190,7 @@ def test_a_parameter_that_the_loss_does_not_use_decays_all_the_same():
 
     network = Network(Idle())
     rule = LocalRule(lr=0.5, steps=1, momentum=0.9, weight_decay=0.2)
-    outcome = train(
-        network, None, network.weights.clone(), rule, [(torch.ones(1, 2), torch.tensor([0]))], F.cross_entropy
-    )
+    outcome = train(network, network.weights.clone(), rule, [(torch.ones(1, 2), torch.tensor([0]))], F.cross_entropy)
     assert outcome.delta[0] == pytest.approx(-0.1)
 
 
@@ -224,7 +221,7 @@ def test_sparse_gradients_and_recomputed_activations_train_like_others(module, c
         network = Network(module(special))
         batch = torch.randint(20, (6, 5)), torch.arange(6) % 3
         rule = LocalRule(lr=0.1, steps=2, momentum=0.9, clip=clip)
-        return train(network, None, network.weights.clone(), rule, [batch, batch], F.cross_entropy).delta
+        return train(network, network.weights.clone(), rule, [batch, batch], F.cross_entropy).delta
 
     assert torch.equal(after(True), after(False))
     assert after(True).abs().max() > 0

@@ -21,7 +21,7 @@ from fedflat.flatness import Hessian, Objective, Portion, top_eigenvalues
 from fedflat.methods import parse
 from fedflat.parts import ProximalAscent
 from fedflat.recipe import Evaluation, Local, Server
-from fedflat.server import conduct, first_state
+from fedflat.server import conduct, first_state, view
 from fedflat.vector import Network
 
 ALL = ["consistency", "divergence", "discord", "cosine", "proximal", "lambda", "local", "classes"]
@@ -70,7 +70,7 @@ def test_local_accuracy_is_that_of_the_sent_model_plus_each_clients_move(digits,
     state = first_state(problem)
     with closing(Inline(problem)) as engine, closing(Inline(again)) as twin:
         for cohort in ([1, 4, 6], COHORT):
-            sent = problem.method.send(state)
+            sent = problem.method.broadcast(view(problem, state))
             shared = {"buffers": state.buffers} if state.buffers.numel() and policy == "average" else {}
             brief = Brief(state.round, 0.3, sent | shared)
             uploads = sorted(twin.turns(brief, cohort), key=lambda upload: upload.client)

@@ -37,8 +37,7 @@ def test_every_entry_spells_itself_out_and_back(name):
         ("", "method = '': write it like"),
         (3, "method = 3: write it like"),
         ({"rho": 1}, "method: a table needs a name"),
-        ("fedsam + fedsam", "method: Ascent and Ascent both want to be the ascent; a method can have only one"),
-        ("feddyn + feddyn", "method: DynamicDual and DynamicDual both want to keep 'drift'"),
+        ("fedsam + fedsam", "method: Ascent and Ascent both set the ascent; a method can have only one"),
     ],
 )
 def test_mistakes_are_named(written, sentence):

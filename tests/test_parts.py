@@ -33,12 +33,12 @@ from fedflat.parts import (
     ProximalAscent,
     ServerAscent,
     ServerMomentum,
-    ServerState,
     ServerStep,
+    ServerView,
     TopEigenvalue,
     Upload,
-    Uploads,
     WeightAveraging,
+    collect,
 )
 from fedflat.parts.proximal import shape
 from fedflat.vector import Network
@@ -83,8 +83,8 @@ def descent(method, network, batch, anchor, **facts):
     """The gradient by which one step of the method descends."""
     start = network.weights.clone()
     rule = LocalRule(1.0, 1, layout=network.layout, head=network.head, **facts)
-    rule = method.plan(rule, {"weights": anchor}, {})
-    outcome = local_train(network, network.frozen(), start, rule, [batch], F.cross_entropy)
+    rule = (method if isinstance(method, Method) else Method(method)).plan(rule, {"weights": anchor}, {})
+    outcome = local_train(network, start, rule, [batch], F.cross_entropy)
     network.weights.copy_(start)
     return -outcome.delta
 
@@ -94,7 +94,7 @@ def visited(method, network, batch, anchor):
     start, seen = network.weights.clone(), []
 
     def look(module, *_):
-        if module is network.head_module:  # and not the frozen copy of it
+        if module.training:  # and not the frozen model
             seen.append(network.weights - start)
 
     hook = network.head_module.register_forward_hook(look)
@@ -155,7 +155,7 @@ def test_fedsol_is_the_plain_computation(make, scope):
     network, batch, anchor = task(make)
     local, proximal = losses(network, batch, anchor)
     ascent = of_length(within(network, gradient(proximal, network.weights), scope), 0.7)
-    ours = descent(fedsol(rho=0.7, scope=scope), network, batch, anchor)
+    ours = descent(fedsol(rho=0.7, radius="fixed", scope=scope), network, batch, anchor)
     torch.testing.assert_close(ours, gradient(local, network.weights + ascent), rtol=1e-12, atol=1e-12)
 
 
@@ -175,7 +175,7 @@ def test_fedsols_adaptive_radius_scales_the_perturbation(make, radius, scope):
 @pytest.mark.parametrize("scope", ["head", "body"])
 def test_fedsol_perturbs_nothing_outside_of_its_scope(make, scope):
     network, batch, anchor = task(make)
-    first, ascent = visited(fedsol(rho=0.7, scope=scope), network, batch, anchor)
+    first, ascent = visited(fedsol(rho=0.7, radius="fixed", scope=scope), network, batch, anchor)
     assert not first.any()
     assert torch.equal(within(network, ascent, scope), ascent)
     assert float(ascent.norm()) == pytest.approx(0.7)
@@ -191,7 +191,7 @@ def test_man_is_part_of_the_loss_that_fedsol_descends_by(make, scope):
     def objective(w):
         return local(w) + 0.15 * sum(a.square().mean() for a in forward(network, w, batch[0])[1])
 
-    ours = descent(fedsol(rho=0.7, scope=scope) + ActivationNorm(0.3), network, batch, anchor)
+    ours = descent(fedsol(rho=0.7, radius="fixed", scope=scope) + ActivationNorm(0.3), network, batch, anchor)
     torch.testing.assert_close(ours, gradient(objective, network.weights + ascent), rtol=1e-12, atol=1e-12)
 
 
@@ -209,7 +209,7 @@ def test_with_zero_0_fedsol_scales_rounding_noise_up_to_the_full_radius_as_the_a
     network, batch, _ = task(make, torch.float32)
     anchor = network.weights.clone()
     noise = descent(Method(Distillation()), network, batch, anchor) - descent(Method(), network, batch, anchor)
-    ascent = visited(fedsol(2.0, zero=0.0), network, batch, anchor)[-1]
+    ascent = visited(fedsol(2.0, "fixed", zero=0.0), network, batch, anchor)[-1]
     if not ascent.any():
         pytest.skip("here the gradient of the KL at the global model is exactly zero")
     assert float(noise.norm()) < 1e-5
@@ -227,9 +227,11 @@ def test_a_linear_source_perturbs_along_its_pull(source):
     direction = {"fedprox": away, "feddyn": away + drift, "scaffold": sent["controls"] - drift}[source]
     local, _ = losses(network, batch, anchor)
     start = network.weights.clone()
-    rule = fedsol(0.7, source=source).plan(LocalRule(1.0, 1, layout=network.layout, head=network.head), sent, memory)
+    rule = fedsol(0.7, "fixed", source=source).plan(
+        LocalRule(1.0, 1, layout=network.layout, head=network.head), sent, memory
+    )
     assert rule.pull is None and not rule.decay
-    ours = -local_train(network, None, start, rule, [batch], F.cross_entropy).delta
+    ours = -local_train(network, start, rule, [batch], F.cross_entropy).delta
     expected = gradient(local, start + 0.7 * direction / direction.norm())
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
 
@@ -267,7 +269,7 @@ def test_the_ablations_of_table_6_are_the_plain_computation(make, form):
     f, p = {"A1": (along_p, None), "A2": (w, along_p), "A3": (along_p, along_p), "A4": (along_both, along_both),
             "A5": (w, w), "A6": (along_p, w)}[form]  # fmt: skip
     expected = gradient(local, f) + (0 if p is None else beta * gradient(proximal, p))
-    ours = descent(AblatedAscent(Distillation(3.0), rho, form=form, beta=beta), network, batch, anchor)
+    ours = descent(AblatedAscent(Distillation(3.0), rho, "fixed", form=form, beta=beta), network, batch, anchor)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -290,10 +292,11 @@ def test_after_an_ascent_the_weights_are_what_they_were_to_the_bit(make, part):
     network, batch, anchor = task(make, torch.float32)
     sent = {"weights": anchor, "perturbation": anchor, "ahead": anchor, "mix": torch.tensor([0.3])}
     memory = {"dual": 0.1 * anchor, "seen": network.weights + 1}
-    rule = part.plan(LocalRule(0.1, 1, layout=network.layout, head=network.head), sent, memory)
+    drawers = {name: memory[name] for name in Method(part).memory}
+    rule = Method(part).plan(LocalRule(0.1, 1, layout=network.layout, head=network.head), sent, drawers)
     before = network.weights.clone()
     with network.listening(features=True) as tap:
-        slope = Slope(network, network.frozen(), rule, F.cross_entropy, tap).at(batch)
+        slope = Slope(network, rule, F.cross_entropy, tap).at(batch)
         rule.ascent(slope, rule.carry)
     assert torch.equal(network.weights, before)
 
@@ -303,7 +306,7 @@ def test_fedsmoo_perturbs_by_rho_along_g_minus_dual_minus_s_and_integrates_it():
     local, _ = losses(network, batch, anchor)
     w, dual, s = network.weights.clone(), 0.05 * anchor, 0.02 * anchor.flip(0)
     rule = ConsensusAscent(0.3).plan(LocalRule(1.0, 2), {"perturbation": s}, {"dual": dual})
-    outcome = local_train(network, None, w, rule, [batch, batch], F.cross_entropy)
+    outcome = local_train(network, w, rule, [batch, batch], F.cross_entropy)
     for _ in range(2):
         q = gradient(local, w) - dual - s
         ascent = 0.3 * q / (q.norm() + 1e-7)
@@ -318,7 +321,7 @@ def test_fedsmoos_perturbation_has_length_rho_in_every_step():
     hook = network.head_module.register_forward_hook(lambda *_: seen.append(network.weights.clone()))
     sent, memory = {"perturbation": torch.zeros_like(anchor)}, {"dual": torch.zeros_like(anchor)}
     local_train(
-        network, None, start, ConsensusAscent(0.3).plan(LocalRule(0.1, 4), sent, memory), [batch] * 4, F.cross_entropy
+        network, start, ConsensusAscent(0.3).plan(LocalRule(0.1, 4), sent, memory), [batch] * 4, F.cross_entropy
     )
     hook.remove()
     lengths = [float((there - here).norm()) for here, there in zip(seen[::2], seen[1::2], strict=True)]
@@ -330,8 +333,8 @@ def test_fedlesam_looks_back_to_the_model_that_the_client_saw_last():
     first, later = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([1.0, 5.0, 6.0])
     memory = part.first_memory(first)
     assert not part.plan(rule, {"weights": first}, memory).carry["lookback"].any()
-    memory, uploads = part.settle({"weights": first}, memory, None)
-    assert not uploads
+    upload, memory = part.report(Upload(0, 1, 1, 0.1, 0.0, first), {"weights": first}, memory, None)
+    assert not upload.vectors
     lookback = part.plan(rule, {"weights": later}, memory).carry["lookback"]
     torch.testing.assert_close(lookback, 0.5 * torch.tensor([0.0, -3.0, -4.0]) / 5)
 
@@ -341,7 +344,7 @@ def test_fedgf_takes_the_gradient_between_the_clients_and_the_servers_perturbati
     local, _ = losses(network, batch, anchor)
     w, mix = network.weights.clone(), torch.tensor([0.25], **DOUBLE)
     rule = InterpolatedAscent(0.3).plan(LocalRule(1.0, 1), {"ahead": anchor, "mix": mix}, {})
-    ours = -local_train(network, None, w, rule, [batch], F.cross_entropy).delta
+    ours = -local_train(network, w, rule, [batch], F.cross_entropy).delta
     own = w + 0.3 * gradient(local, w) / gradient(local, w).norm()
     torch.testing.assert_close(ours, gradient(local, 0.25 * anchor + 0.75 * own), rtol=1e-6, atol=1e-8)
 
@@ -355,7 +358,7 @@ def penalty(module, x):
     """mean(a²) of each layer as MAN reports it."""
     network = Network(deepcopy(module), torch.float64)
     rule = ActivationNorm(0.1).plan(LocalRule(0.1, 1), {}, {})
-    return local_train(network, None, network.weights.clone(), rule, [(x, x.sum(1).long() * 0)], F.cross_entropy).notes
+    return local_train(network, network.weights.clone(), rule, [(x, x.sum(1).long() * 0)], F.cross_entropy).notes
 
 
 def test_mans_penalty_depends_on_neither_batch_size_nor_width():
@@ -452,7 +455,7 @@ def test_man_counts_every_activation_of_the_large_networks(name, count):
     network = Network(models.build(name, (1, 8, 8), 10))
     batch = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1])
     rule = ActivationNorm(0.1).plan(LocalRule(0.1, 1), {}, {})
-    outcome = local_train(network, None, network.weights.clone(), rule, [batch], F.cross_entropy)
+    outcome = local_train(network, network.weights.clone(), rule, [batch], F.cross_entropy)
     activations = [m for m in network.module.modules() if isinstance(m, nn.ReLU | nn.GELU)]
     assert len(outcome.notes) == len(activations) == count
     assert all(value > 0 for value in outcome.notes.values())
@@ -506,7 +509,7 @@ def test_the_noted_eigenvalue_converges_to_that_of_the_dense_hessian():
     network, batch, loss = curved()
     rule = TopEigenvalue(0.1, steps=300).plan(LocalRule(0.1, 1), {"weights": network.weights}, {})
     eigenvalues = torch.linalg.eigvalsh(hessian(loss)(network.weights.clone()))
-    outcome = local_train(network, None, network.weights.clone(), rule, [batch], F.cross_entropy)
+    outcome = local_train(network, network.weights.clone(), rule, [batch], F.cross_entropy)
     assert outcome.notes["top eigenvalue"] == pytest.approx(float(eigenvalues[-1]), rel=1e-8)
 
 
@@ -514,7 +517,7 @@ def test_its_gradient_is_that_of_finite_differences_along_the_fixed_eigenvector(
     network, batch, loss = curved()
     start, h, weight = network.weights.clone(), 1e-4, 0.3
     rule = TopEigenvalue(weight, steps=5).plan(LocalRule(1.0, 1), {"weights": start}, {})
-    ours = -local_train(network, None, start, rule, [batch], F.cross_entropy).delta - gradient(loss, start)
+    ours = -local_train(network, start, rule, [batch], F.cross_entropy).delta - gradient(loss, start)
     v = rule.terms[0].vector
 
     def curvature(w):
@@ -531,7 +534,7 @@ def test_penalising_it_ends_in_a_flatter_place():
     for weight in (0.0, 0.3):
         network, batch, loss = curved()
         rule = TopEigenvalue(weight).plan(LocalRule(0.3, 50), {"weights": network.weights}, {})
-        local_train(network, None, network.weights.clone(), rule, [batch] * 50, F.cross_entropy)
+        local_train(network, network.weights.clone(), rule, [batch] * 50, F.cross_entropy)
         tops.append(float(torch.linalg.eigvalsh(hessian(loss)(network.weights.clone()))[-1]))
     assert 0 < tops[1] < 0.8 * tops[0]
 
@@ -546,12 +549,12 @@ MOVES = [torch.tensor(v, **DOUBLE) for v in ([0.5, -0.1], [-0.25, 0.3], [0.125, 
 
 def served(part, moves=MOVES):
     """The server's state round after round, when the averages of the rounds are given."""
-    state = ServerState(W, W[:0], W * 0, part.first_state(W), 0, 10)
+    view = ServerView(W, W, 0, 10, part.first_state(W))
     for round, move in enumerate(moves):
-        uploads = Uploads([Upload(0, 1, 1, 0.1, 0.0, move)], "uniform")
-        state = part.merge(ServerState(state.weights, W[:0], move, state.vectors, round, 10), uploads)
-        state = ServerState(state.arrival, W[:0], state.move, state.vectors, round + 1, 10)
-        yield state
+        moved, state = part.merge(move, view, collect([Upload(0, 1, 1, 0.1, 0.0, move)], "uniform"))
+        weights = view.arrival(moved)
+        view = ServerView(weights, weights, round + 1, 10, {**view.vectors, **state})
+        yield view
 
 
 @pytest.mark.parametrize(
@@ -588,7 +591,7 @@ def test_fednsam_starts_ahead_and_keeps_the_old_momentum():
         m = 0.85 * m + move
         w = w + m
         torch.testing.assert_close(state.weights, w)
-        torch.testing.assert_close(part.send(state)["weights"], w + 0.85 * m)
+        torch.testing.assert_close(part.broadcast(state)["weights"], w + 0.85 * m)
 
 
 def test_fedswas_server_goes_further_than_the_average():
@@ -613,12 +616,12 @@ def test_swa_shows_the_mean_of_the_models_since_its_start():
     states = served(part, [*MOVES, *MOVES])
     for done, state in enumerate(states, start=1):
         models.append(state.weights)
-        torch.testing.assert_close(part.shown(state), torch.stack(models[2:] if done > 2 else models[-1:]).mean(0))
+        torch.testing.assert_close(part.evaluated(state), torch.stack(models[2:] if done > 2 else models[-1:]).mean(0))
 
 
 def test_swa_takes_every_second_model_if_told_so():
     part = WeightAveraging(start=1, every=2)
-    models = [(state.weights, part.shown(state)) for state in served(part, [*MOVES, *MOVES])]
+    models = [(state.weights, part.evaluated(state)) for state in served(part, [*MOVES, *MOVES])]
     torch.testing.assert_close(models[1][1], models[0][0])
     torch.testing.assert_close(models[2][1], models[2][0])
     torch.testing.assert_close(models[5][1], (models[2][0] + models[4][0]) / 2)
@@ -626,10 +629,10 @@ def test_swa_takes_every_second_model_if_told_so():
 
 def test_fedgloss_sends_a_point_uphill_and_steps_from_the_point_below():
     part = ServerAscent(0.2)
-    assert torch.equal(part.send(ServerState(W, W[:0], 0 * W, part.first_state(W), 0, 10))["weights"], W)
+    assert torch.equal(part.broadcast(ServerView(W, W, 0, 10, part.first_state(W)))["weights"], W)
     for state, move in zip(served(part), MOVES, strict=True):
         torch.testing.assert_close(
-            part.send(state)["weights"], state.weights - 0.2 * move / move.norm(), rtol=1e-6, atol=0
+            part.broadcast(state)["weights"], state.weights - 0.2 * move / move.norm(), rtol=1e-6, atol=0
         )
 
 
@@ -637,18 +640,19 @@ def test_fedgloss_ramps_its_radius():
     part = ServerAscent(0.5, start=0.1, ramp=4)
     radii = []
     for round in range(7):
-        state = ServerState(0 * W, W[:0], 0 * W, {"pseudo_gradient": W}, round, 10)
-        radii.append(float(part.send(state)["weights"].norm()))
+        state = ServerView(0 * W, 0 * W, round, 10, {"pseudo_gradient": W})
+        radii.append(float(part.broadcast(state)["weights"].norm()))
     assert radii == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5], rel=1e-6)
 
 
 def test_fedcms_direction_is_the_mean_gradient_of_the_round():
     uploads = [Upload(0, 30, 5, 0.1, 0.0, MOVES[0]), Upload(1, 10, 2, 0.1, 0.0, MOVES[1])]
     part = ClientMomentum(0.2)
-    state = part.merge(ServerState(W, W[:0], 0 * W, part.first_state(W), 0, 10), Uploads(uploads, "samples"))
+    view = ServerView(W, W, 0, 10, part.first_state(W))
+    _, state = part.merge(0 * W, view, collect(uploads, "samples"))
     expected = -(0.75 * MOVES[0] / (5 * 0.1) + 0.25 * MOVES[1] / (2 * 0.1))
     torch.testing.assert_close(state["direction"], expected)
-    rule = part.plan(LocalRule(0.1, 1), part.send(state), {})
+    rule = part.plan(LocalRule(0.1, 1), part.broadcast(ServerView(W, W, 1, 10, state)), {})
     assert rule.scale == 0.2
     torch.testing.assert_close(rule.pull, 0.8 * expected)
 
@@ -663,7 +667,9 @@ def walked(rule, drift=1.0):
 
 @pytest.mark.parametrize("rule", [LocalRule(0.1, 7), LocalRule(0.1, 7, momentum=0.9), LocalRule(0.1, 7, decay=0.5)])
 def test_fednovas_normaliser_counts_what_a_unit_gradient_amounts_to(rule):
-    a, tau = NormalisedAveraging().settle({}, {}, Outcome(W, 0.0, rule, {}, {}))[1]["normaliser"].tolist()
+    upload = Upload(0, 1, rule.steps, rule.lr, 0.0, W)
+    upload, _ = NormalisedAveraging().report(upload, {}, {}, Outcome(W, 0.0, rule, {}, {}))
+    a, tau = upload["normaliser"].tolist()
     assert a == pytest.approx(-walked(rule) / rule.lr, rel=1e-12)
     assert tau == pytest.approx(7 if rule.decay else a)
 
@@ -673,10 +679,10 @@ def test_fednova_averages_updates_per_step(facts):
     part, uploads, total, tau = NormalisedAveraging(), [], 0 * W, 0.0
     for client, (steps, samples) in enumerate([(3, 20), (8, 60), (5, 20)]):
         rule, p = LocalRule(0.1, steps, **facts), samples / 100
-        sent = part.settle({}, {}, Outcome(MOVES[client], 0.0, rule, {}, {}))[1]
-        uploads.append(Upload(client, samples, steps, 0.1, 0.0, MOVES[client], sent))
+        upload = Upload(client, samples, steps, 0.1, 0.0, MOVES[client])
+        uploads.append(part.report(upload, {}, {}, Outcome(MOVES[client], 0.0, rule, {}, {}))[0])
         a = -walked(rule) / 0.1
         total = total + p * MOVES[client] / a
         tau += p * (steps if "decay" in facts else a)
-    state = part.merge(ServerState(W, W[:0], 0 * W, {}, 0, 10), Uploads(uploads, "samples"))
-    torch.testing.assert_close(state.move, tau * total, rtol=1e-12, atol=0)
+    move, _ = part.merge(0 * W, ServerView(W, W, 0, 10), collect(uploads, "samples"))
+    torch.testing.assert_close(move, tau * total, rtol=1e-12, atol=0)

@@ -22,7 +22,7 @@ from fedflat.errors import RecipeError
 from fedflat.method import Method
 from fedflat.methods import parse
 from fedflat.models import build
-from fedflat.parts import CentralPrivacy, LocalPrivacy, ServerState, Upload, Uploads
+from fedflat.parts import CentralPrivacy, LocalPrivacy, ServerView, Upload, collect
 from fedflat.privacy import ledger
 from fedflat.recipe import Local, Server, validated
 from fedflat.server import conduct, draw_cohort, first_state
@@ -38,16 +38,17 @@ LONG = 200_000  # a sample's standard deviation is then within 1 % of the true o
 
 def state(size, cohort=1.0, seed=0, round=0):
     zeros = torch.zeros(size, dtype=torch.float64)
-    return ServerState(zeros, zeros[:0], zeros, {}, round, 10, seed=seed, cohort=cohort)
+    return ServerView(zeros, zeros, round, 10, seed=seed, cohort=cohort)
 
 
 def uploads(deltas):
     rows = torch.as_tensor(np.array(deltas), dtype=torch.float64)
-    return Uploads([Upload(i, 1 + 7 * i, 1, 0.1, 0.0, row) for i, row in enumerate(rows)], "samples")
+    return collect([Upload(i, 1 + 7 * i, 1, 0.1, 0.0, row) for i, row in enumerate(rows)], "samples")
 
 
 def central(deltas, part, cohort):
-    return Method(part).merge(state(len(deltas[0]), cohort), uploads(deltas)).move.numpy()
+    sent = uploads(deltas)
+    return Method(part).merge(sent.average("delta"), state(len(deltas[0]), cohort), sent)[0].numpy()
 
 
 def problem_of(digits, method, model="mlp", **options):
@@ -235,15 +236,14 @@ def test_smaller_cohorts_and_more_noise_cost_less(sampling):
         ("fedsmoo + local_dp", "ConsensusAscent uploads dual, which LocalPrivacy does not protect"),
         ("fednova + local_dp", "NormalisedAveraging uploads normaliser, which LocalPrivacy does not protect"),
         ("feddyn(dual='active') + local_dp", "DynamicDual uploads drift"),
-        ("fedsol(source='scaffold') + local_dp", "ProximalAscent uploads control_change"),
-        ("fedcm + central_dp", "ClientMomentum looks at single updates on the server"),
-        ("feddyn + central_dp", "DynamicDual looks at single updates on the server"),
-        ("fedgloss + central_dp", "looks at single updates on the server"),
-        ("fedgf + central_dp", "InterpolatedAscent looks at single updates on the server"),
-        ("fedsol(source='feddyn') + central_dp", "ProximalAscent looks at single updates on the server"),
-        ("central_dp + local_dp", "CentralPrivacy and LocalPrivacy both want to protect the updates"),
-        ("local_dp + local_dp", "LocalPrivacy and LocalPrivacy both want to protect the updates"),
-        ("central_dp + median", "both want to be the average"),
+        ("fedsol(source='scaffold') + local_dp", "ControlVariates uploads control_change"),
+        ("fedcm + central_dp", "ClientMomentum looks at the updates on the server"),
+        ("feddyn + central_dp", "DynamicDual looks at the updates on the server"),
+        ("fedgloss + central_dp", "looks at the updates on the server"),
+        ("fedgf + central_dp", "InterpolatedAscent looks at the updates on the server"),
+        ("central_dp + local_dp", "CentralPrivacy and LocalPrivacy both protect the updates"),
+        ("local_dp + local_dp", "LocalPrivacy and LocalPrivacy both protect the updates"),
+        ("central_dp + median", "both replace the average"),
         ("central_dp(clip=0)", "CentralPrivacy.clip = 0: must be a number > 0"),
         ("local_dp(entropy='mine')", "LocalPrivacy.entropy = 'mine': must be 'recipe' or 'system'"),
     ],
@@ -256,17 +256,39 @@ def test_methods_that_would_go_around_the_noise_are_refused(method, sentence):
 
 @pytest.mark.parametrize("name", ["fedprox", "fedsam", "fedlesam", "fedsol", "fedadam", "fedavgm", "fedswa", "swa"])
 def test_methods_that_use_the_private_move_alone_are_not(name):
-    assert parse(f"{name} + central_dp").privacy == CentralPrivacy()
+    assert parse(f"{name} + central_dp").protection == CentralPrivacy()
 
 
 def test_a_part_of_ones_own_that_looks_later_is_stopped_when_it_does():
     class Curious(Part):
-        def merge(self, server, uploads):
-            return server.update(seen=uploads.average("delta")) if server.round else server
+        def merge(self, move, server, uploads):
+            return (uploads.average("delta") if server.round == 7 else move), {}
 
     method = Method(CentralPrivacy(), Curious())
-    with pytest.raises(RecipeError, match="a part after CentralPrivacy looks at single updates"):
-        method.merge(state(3, round=1), uploads([[1.0, 2.0, 3.0]]))
+    with pytest.raises(RecipeError, match="a part looks at the updates, which CentralPrivacy protects"):
+        method.merge(torch.zeros(3), state(3, round=7), uploads([[1.0, 2.0, 3.0]]))
+
+
+def test_a_part_of_ones_own_that_looks_at_once_is_refused_with_its_name():
+    class Curious(Part):
+        def merge(self, move, server, uploads):
+            return move + uploads.average("delta"), {}
+
+    with pytest.raises(RecipeError, match="Curious looks at the updates on the server, which CentralPrivacy"):
+        Method(CentralPrivacy(), Curious())
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_what_another_part_makes_of_the_update_is_clipped_and_noised_after_it(digits, order):
+    class Scaled(Part):
+        def report(self, upload, sent, memory, outcome):
+            return upload.update(delta=1e6 * upload.delta), {}
+
+    guard = LocalPrivacy(clip=0.1, noise=0.01)
+    task = problem_of(digits, Method(*[(Scaled(), guard), (guard, Scaled())][order]))
+    upload = Worker(task).turn(Brief(3, 0.05, {"weights": task.network.weights.clone()}), 2, None)
+    noise = guard.drawn(upload.delta, 5, 3, 2)
+    assert float((upload.delta - noise).norm()) == pytest.approx(0.1, rel=1e-4)
 
 
 def test_batch_norm_statistics_would_leak_and_are_refused_unless_they_stay_with_the_client(digits):

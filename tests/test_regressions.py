@@ -61,7 +61,7 @@ def test_swa_shows_where_the_servers_learning_rate_leads(digits):
 
 def test_fedlesam_looks_back_to_zero_weights_too():
     part, zeros, now = LookbackAscent(0.5), torch.zeros(3), torch.tensor([0.0, 3.0, 4.0])
-    memory, _ = part.settle({"weights": zeros}, part.first_memory(zeros), None)
+    _, memory = part.report(None, {"weights": zeros}, part.first_memory(zeros), None)
     lookback = part.plan(LocalRule(0.1, 1), {"weights": now}, memory).carry["lookback"]
     torch.testing.assert_close(lookback, torch.tensor([0.0, -0.3, -0.4]))
 

@@ -13,7 +13,7 @@ from fedflat import Dataset, Federation, Samples, train
 from fedflat.errors import RecipeError
 from fedflat.method import Method
 from fedflat.methods import parse
-from fedflat.parts import ServerState, TrimmedMean, Upload, Uploads
+from fedflat.parts import ServerView, TrimmedMean, Upload, collect
 from fedflat.parts.robust import SPAN
 
 NUMBERS = st.floats(-1e3, 1e3)
@@ -25,10 +25,10 @@ COHORTS = st.integers(1, 9).flatmap(
 def move(deltas, trim):
     """What the server adds to its weights when the clients' Δ are these rows."""
     rows = torch.as_tensor(np.array(deltas), dtype=torch.float64)
-    uploads = Uploads([Upload(i, 1 + i, 1, 0.1, 0.0, row) for i, row in enumerate(rows)], "samples")
+    uploads = collect([Upload(i, 1 + i, 1, 0.1, 0.0, row) for i, row in enumerate(rows)], "samples")
     zeros = torch.zeros_like(rows[0])
-    state = ServerState(zeros, zeros[:0], uploads.average("delta"), {}, 0, len(rows))
-    return Method(TrimmedMean(trim)).merge(state, uploads).move.numpy()
+    view = ServerView(zeros, zeros, 0, len(rows))
+    return Method(TrimmedMean(trim)).merge(uploads.average("delta"), view, uploads)[0].numpy()
 
 
 @given(COHORTS)
@@ -92,7 +92,7 @@ def test_a_round_by_median_is_not_moved_by_a_client_that_sends_1e30(digits):
 def test_it_is_an_average_and_there_can_be_only_one():
     assert parse("median").parts == (TrimmedMean(0.5),)
     assert parse("feddyn + trimmed_mean(0.2)").parts[0] == TrimmedMean(0.2), "before what goes on from the average"
-    with pytest.raises(RecipeError, match="both want to be the average"):
+    with pytest.raises(RecipeError, match="both replace the average"):
         parse("median + fednova")
     with pytest.raises(RecipeError, match=r"TrimmedMean.trim = 0.6: must be a number from 0 to 0.5"):
         TrimmedMean(0.6)

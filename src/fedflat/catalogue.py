@@ -32,9 +32,11 @@ from fedflat.parts import (
     LookbackAscent,
     MetaStep,
     ModelContrast,
+    MovingTeacher,
     NormalisedAveraging,
     NotTrueDistillation,
     Part,
+    PrintedConsensus,
     Proximal,
     ProximalAscent,
     ServerAscent,
@@ -49,6 +51,7 @@ from fedflat.parts.privacy import Entropy
 from fedflat.parts.proximal import Form, Radius, Scope
 from fedflat.parts.terms import Layers
 
+Since = Literal["client", "server"]
 Source = Literal["kl", "fedprox", "feddyn", "scaffold", "moon", "fednova"]
 
 
@@ -65,7 +68,7 @@ def fednova() -> Method:
 
 
 def scaffold(momentum_aware: bool = False) -> Method:
-    return Method(ControlVariates(momentum_aware))
+    return Method(ControlVariates("momentum" if momentum_aware else "steps"))
 
 
 def feddyn(penalty: float = 0.1, dual: Crowd = "all", balanced: bool = False) -> Method:
@@ -73,7 +76,7 @@ def feddyn(penalty: float = 0.1, dual: Crowd = "all", balanced: bool = False) ->
 
 
 def feddc(penalty: float = 0.01) -> Method:
-    return Method(DynamicDual(penalty, balanced=True), ControlVariates(balanced=True))
+    return Method(DynamicDual(penalty, balanced=True, quadratic="clipped"), ControlVariates("common", balanced=True))
 
 
 def fedcm(mix: float = 0.1) -> Method:
@@ -124,40 +127,61 @@ def fedgamma(rho: float = 0.01) -> Method:
     return Method(ControlVariates(), Ascent(rho))
 
 
-def fedspeed(rho: float = 0.1, penalty: float = 0.1, dual: Crowd = "all") -> Method:
-    return Method(DynamicDual(penalty, dual), Ascent(rho))
+def fedspeed(rho: float = 0.1, penalty: float = 0.1, dual: Crowd = "all", balanced: bool = False) -> Method:
+    return Method(DynamicDual(penalty, dual, balanced), Ascent(rho))
 
 
-def fedsmoo(rho: float = 0.1, penalty: float = 0.1, sign: int = -1, crowd: Crowd = "active") -> Method:
-    return Method(DynamicDual(penalty), ConsensusAscent(rho, sign, crowd))
+def fedsmoo(
+    rho: float = 0.1,
+    penalty: float = 0.1,
+    sign: int = -1,
+    crowd: Crowd = "active",
+    upload: Literal["dual", "less"] = "dual",
+) -> Method:
+    return Method(DynamicDual(penalty), ConsensusAscent(rho, sign, crowd, upload))
+
+
+def fedsmoo_slides(rho: float = 0.1, penalty: float = 0.1, alpha: float = 1.0) -> Method:
+    gain = 1 / (2 * alpha * penalty) if alpha > 0 and penalty > 0 else 0.0
+    return Method(DynamicDual(penalty, gain=gain), PrintedConsensus(rho, alpha))
+
+
+def fedgmt(gamma: float = 1.0, tau: float = 3.0, alpha: float = 0.95, penalty: float = 0.1) -> Method:
+    return Method(DynamicDual(penalty, quadratic="none"), MovingTeacher(gamma, tau, alpha))
 
 
 def fedsol(
     rho: float = 2.0,
-    radius: Radius = "fixed",
+    radius: Radius = "dim0",
     scope: Scope = "all",
     source: Source = "kl",
     tau: float = 3.0,
     zero: float = 1e-6,
 ) -> Method:
-    wrapped = ProximalAscent(_source(source, tau), rho, radius, scope, zero)
-    return Method(NormalisedAveraging(), wrapped) if source == "fednova" else Method(wrapped)
+    return Method(ProximalAscent(_source(source, tau), rho, radius, scope, zero))
 
 
-def fedsol_ablation(form: Literal["A0"] | Form = "A1", rho: float = 2.0, beta: float = 1.0, tau: float = 3.0) -> Method:
+def fedsol_ablation(
+    form: Literal["A0"] | Form = "A1",
+    rho: float = 2.0,
+    beta: float = 1.0,
+    tau: float = 3.0,
+    radius: Radius = "dim0",
+    scope: Scope = "all",
+) -> Method:
     if form == "A0":
         return Method()
-    return Method(AblatedAscent(Distillation(tau), rho, form=form, beta=beta))
+    return Method(AblatedAscent(Distillation(tau), rho, radius, scope, form=form, beta=beta))
 
 
 def _source(name: str, tau: float) -> Part:
-    """The part whose gradient perturbs; FedNova has no gradient of its own, so there KL does beside it."""
+    """The part whose gradient perturbs. FedNova's points from the client's last normalised update to everybody's."""
     sources: dict[str, Callable[[], Part]] = {
         "kl": lambda: Distillation(tau),
-        "fednova": lambda: Distillation(tau),
         "fedprox": Proximal,
-        "feddyn": DynamicDual,
-        "scaffold": ControlVariates,
+        "feddyn": lambda: DynamicDual(direction_only=True),
+        "scaffold": lambda: ControlVariates(direction_only=True),
+        "fednova": lambda: ControlVariates("momentum", direction_only=True),
         "moon": ModelContrast,
     }
     if name not in sources:
@@ -165,16 +189,16 @@ def _source(name: str, tau: float) -> Part:
     return sources[name]()
 
 
-def fedlesam(rho: float = 0.1) -> Method:
-    return Method(LookbackAscent(rho))
+def fedlesam(rho: float = 0.1, direction: Since = "client") -> Method:
+    return Method(LookbackAscent(rho, direction))
 
 
-def fedlesam_d(rho: float = 0.1, penalty: float = 0.1) -> Method:
-    return Method(DynamicDual(penalty), LookbackAscent(rho))
+def fedlesam_d(rho: float = 0.1, penalty: float = 0.1, direction: Since = "client") -> Method:
+    return Method(DynamicDual(penalty), LookbackAscent(rho, direction))
 
 
-def fedlesam_s(rho: float = 0.1) -> Method:
-    return Method(ControlVariates(), LookbackAscent(rho))
+def fedlesam_s(rho: float = 0.1, direction: Since = "client") -> Method:
+    return Method(ControlVariates(), LookbackAscent(rho, direction))
 
 
 def fedgf(rho: float = 0.05, rho_server: float = 0.05, threshold: float = 1.0, window: int = 30) -> Method:
@@ -264,6 +288,7 @@ PAPERS = {
     "Dai et al. 2023": "FedGAMMA: Federated Learning with Global Sharpness-Aware Minimization, TNNLS",
     "Sun et al. 2023a": "FedSpeed: Larger Local Interval, Less Communication Round, …, ICLR",
     "Sun et al. 2023b": "Dynamic Regularized Sharpness Aware Minimization in Federated Learning, ICML",
+    "Li et al. 2025": "One Arrow, Two Hawks: Sharpness-aware Minimization for FL via Global Model Trajectory, ICML",
     "Lee et al. 2024": "FedSoL: Bridging Global Alignment and Local Generality in Federated Learning, CVPR",
     "Fan et al. 2024": "Locally Estimated Global Perturbations are Better than Local Perturbations, ICML",
     "Lee and Yoon 2024": "Rethinking the Flat Minima Searching in Federated Learning, ICML",
@@ -298,6 +323,8 @@ CATALOGUE: dict[str, Entry] = {
     "fedgamma": Entry(fedgamma, "Dai et al. 2023", "SCAFFOLD with SAM"),
     "fedspeed": Entry(fedspeed, "Sun et al. 2023a", "FedDyn's dual with SAM"),
     "fedsmoo": Entry(fedsmoo, "Sun et al. 2023b", "consistent models and a consistent perturbation"),
+    "fedsmoo_slides": Entry(fedsmoo_slides, "Sun et al. 2023b", "FedSMOO with the updates that its slides print"),
+    "fedgmt": Entry(fedgmt, "Li et al. 2025", "learn from a moving average of the global models, with a linear dual"),
     "fedsol": Entry(fedsol, "Lee et al. 2024", "perturb along a proximal gradient, descend the local loss"),
     "fedsol_ablation": Entry(fedsol_ablation, "Lee et al. 2024", "FedSoL's Table 6: form A0 to A6"),
     "fedlesam": Entry(fedlesam, "Fan et al. 2024", "perturb against the last global move"),
@@ -320,6 +347,7 @@ CATALOGUE: dict[str, Entry] = {
 
 # What the parts' own fields do not tell: options that choose between parts.
 CHOICES = {
+    "momentum_aware": ("true or false", "divide by the effective number of momentum steps"),
     "form": ("'A0' to 'A6'", "which combination of the paper's Table 6"),
     "source": ("'kl', 'fedprox', 'feddyn', 'scaffold', 'moon' or 'fednova'", "whose gradient gives the perturbation"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +19,14 @@ class Chain:
         δ_L = (softmax(z_L) − y) / n        δ_{l−1} = δ_l W_l ⊙ [h_{l−1} > 0]
         ∇W_l = δ_lᵀ h_{l−1}                 ∇b_l = Σ δ_l
 
-    Every ∇ is written straight to its place in the flat gradient, by the kernels that autograd would call.
+    Every ∇ is written straight to its place in a flat gradient, by the kernels that autograd would call.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        self._parameters = [(layer.weight, layer.bias) for layer in layers]
-        self._layers = [(weight.detach(), None if bias is None else bias.detach()) for weight, bias in self._parameters]
+        pairs = [(layer.weight, layer.bias) for layer in layers]
+        self._layers = [(weight.detach(), None if bias is None else bias.detach()) for weight, bias in pairs]
+        self._size = sum(w.numel() + (0 if b is None else b.numel()) for w, b in self._layers)
         self._one = torch.ones_like(self._layers[0][0][0, 0])
-
-    @cached_property
-    def _gradients(self) -> list[tuple[Tensor | None, Tensor | None]]:
-        assert all(weight.grad is not None for weight, _ in self._parameters), "the network has no gradient vector yet"
-        return [(weight.grad, None if bias is None else bias.grad) for weight, bias in self._parameters]
 
     def rows(self, weights: Tensor) -> Rows:
         """The same for several clients, whose weights are the rows of a matrix."""
@@ -51,14 +46,17 @@ class Chain:
         shared = sum(len(list(layer.parameters())) for layer in linear) != len(list(module.parameters()))
         return cls(linear) if plain and trained and not hooked and not shared else None
 
-    def gradient(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross-entropy of a batch; its gradient is left in the parameters' `.grad`."""
+    def gradient(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean cross-entropy of a batch, and its gradient as a new flat vector."""
         loss, slopes = self._backward(inputs, labels)
-        for (weight, bias), (delta, h) in zip(self._gradients, slopes, strict=True):
-            torch.mm(delta.t(), h, out=weight)
+        flat, end = self._one.new_empty(self._size), 0
+        for (weight, bias), (delta, h) in zip(self._layers, slopes, strict=True):
+            start, end = end, end + weight.numel()
+            torch.mm(delta.t(), h, out=flat[start:end].view(weight.shape))
             if bias is not None:
-                torch.sum(delta, 0, out=bias)
-        return loss
+                start, end = end, end + bias.numel()
+                torch.sum(delta, 0, out=flat[start:end])
+        return loss, flat
 
     def descend(self, inputs: Tensor, labels: Tensor, lr: float, decay: float) -> Tensor:
         """The mean cross-entropy of a batch, and the step w ← w − η (∇ + decay · w), without ever writing ∇ down."""
@@ -95,17 +93,18 @@ class Rows:
     """
 
     def __init__(self, layers: Sequence[tuple[torch.Size, bool]], weights: Tensor) -> None:
-        self.gradients = torch.empty_like(weights)
-        self._layers, self._gradients = _views(layers, weights), _views(layers, self.gradients)
+        self._shapes, self._weights = layers, weights
+        self._layers = _views(layers, weights)
 
-    def gradient(self, inputs: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
-        """Each client's loss; its gradient is left in `gradients`."""
+    def gradient(self, inputs: Tensor, labels: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """Each client's loss, and the gradients as the rows of a new matrix."""
         losses, slopes = self._backward(inputs, labels, shares)
-        for (weight, bias), (delta, h) in zip(self._gradients, slopes, strict=True):
+        flat = torch.empty_like(self._weights)
+        for (weight, bias), (delta, h) in zip(_views(self._shapes, flat), slopes, strict=True):
             torch.bmm(delta.mT, h, out=weight)
             if bias is not None:
                 torch.sum(delta, 1, out=bias)
-        return losses
+        return losses, flat
 
     def descend(self, inputs: Tensor, labels: Tensor, shares: Tensor, lr: float, decay: float) -> Tensor:
         """Each client's loss, and the step w ← w − η (∇ + decay · w)."""

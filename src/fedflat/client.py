@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -50,9 +50,10 @@ class Problem:
         if self.buffers == "refuse" and self.network.buffer_layout.shapes:
             names = ", ".join(self.network.buffer_layout.shapes)
             raise RecipeError(f'model.buffers = "refuse", but the model has the buffers {names}')
-        if self.method.privacy and "buffers" in self.uploads:
+        guard = self.method.protection
+        if guard and "buffers" in self.uploads:
             raise RecipeError(
-                f"method: {type(self.method.privacy).__name__} does not protect the batch-norm statistics that clients "
+                f"method: {type(guard).__name__} does not protect the batch-norm statistics that clients "
                 'upload; set model.buffers = "local" or take a model without them'
             )
         if (client := self.federation.empty()) is not None:
@@ -143,8 +144,6 @@ class Worker:
         self.problem, self._question = problem, question
         # In shared memory, so that the server can tell at which stage a worker was lost.
         self._stage = (torch.zeros(1, dtype=torch.int64) if stage is None else stage).numpy()
-        needs_reference = any(part.references for part in problem.method.parts)
-        self._reference = problem.network.frozen() if needs_reference else None
         self._first = problem.first_memory() if first is None else first
 
     @property
@@ -162,14 +161,12 @@ class Worker:
         network.reset_counters()
         if network.buffers.numel():
             network.buffers.copy_(memory["buffers"] if "buffers" in memory else sent["buffers"])
-            if self._reference is not None:
-                self._reference.buffers.copy_(network.buffers)
         batches = self._batches(brief, client, rule)
         if self._new:
             batches, self._new = first_step_apart(batches), False
         self._enter("training")
         with _lent_generator(key(problem.seed, "dropout", brief.round, client), network.weights.device):
-            outcome = train(network, self._reference, sent["weights"], rule, batches, problem.loss)
+            outcome = train(network, sent["weights"], rule, batches, problem.loss)
         return self._settle(brief, client, memory, outcome)
 
     def turns(self, brief: Brief, clients: Sequence[int], memories: Sequence[Vectors | None]) -> list[Upload]:
@@ -199,20 +196,20 @@ class Worker:
     def _settle(self, brief: Brief, client: int, memory: Vectors, outcome: Outcome) -> Upload:
         self._enter("settling")
         problem, rule, buffers = self.problem, outcome.rule, self.problem.network.buffers
-        kept, vectors = problem.method.settle(brief.sent, memory, outcome)
-        if buffers.numel():
-            (kept if "buffers" in memory else vectors)["buffers"] = buffers.clone()
-        return Upload(
+        trained = Upload(
             client=client,
             samples=problem.federation.samples(client),
             steps=rule.steps,
             lr=rule.mean_lr,
             loss=outcome.loss,
-            delta=vectors.pop("delta", outcome.delta),
-            vectors=vectors,
-            memory=kept,
+            delta=outcome.delta,
             notes={**outcome.notes, **self._noted(brief, client, outcome)},
         )
+        upload, kept = problem.method.report(trained, brief.sent, memory, outcome)
+        vectors = dict(upload.vectors)
+        if buffers.numel():
+            (kept if "buffers" in memory else vectors)["buffers"] = buffers.clone()
+        return replace(upload, vectors=vectors, memory=kept)
 
     def _noted(self, brief: Brief, client: int, outcome: Outcome) -> dict[str, float]:
         """What the recipe wants to know of the model that the client ended with."""
@@ -224,15 +221,18 @@ class Worker:
         return {"proximal_loss": proximal_loss(problem.network, start, start + outcome.delta, batches)}
 
     def _rule(self, brief: Brief, client: int) -> LocalRule:
-        local, samples = self.problem.local, self.problem.federation.samples(client)
+        local, federation = self.problem.local, self.problem.federation
         return LocalRule(
             lr=brief.lr,
-            steps=batch_steps(samples, local.batch, local.epochs, local.steps),
+            steps=batch_steps(federation.samples(client), local.batch, local.epochs, local.steps),
+            epochs=local.epochs,
+            first_lr=local.lr,
+            typical_steps=batch_steps(federation.mean_samples, local.batch, local.epochs, local.steps),
             momentum=local.momentum,
             weight_decay=local.weight_decay,
             clip=local.clip or None,
             clip_mode=local.clip_mode,
-            share=self.problem.federation.share(client),
+            share=federation.share(client),
             layout=self.problem.network.layout,
             head=self.problem.network.head,
             measures=self.problem.measures,

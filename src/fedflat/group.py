@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from fedflat.local import LocalRule, Outcome, Vectors, step
+from fedflat.local import SAMPLED, LocalRule, Outcome, Vectors, step
 from fedflat.vector import Layout, Network
 
 # Measured by benchmarks/grouping.py: up to how many parameters clients share steps, and how many of them.
@@ -25,7 +25,7 @@ SMALL_CHAIN, SMALL, TOGETHER, FEWEST = 100_000, 30_000, 16, 4
 # Not measured: an accelerator is filled by several clients of a middling model.
 SMALL_ACCELERATED = 5_000_000
 RowBatch = tuple[Tensor, Tensor, Tensor]  # inputs, labels and shares of every row
-ALIKE = ("lr", "momentum", "weight_decay", "clip", "clip_mode", "scale", "decay")
+ALIKE = ("lr", "momentum", "weight_decay", "clip", "clip_mode", "scale", "decay", "spring")
 
 
 def group_size(network: Network, cohort: int) -> int:
@@ -62,17 +62,20 @@ def train_together(
     network.module.train()
     rule, weights = _stacked(rules), start.repeat(len(rules), 1)
     velocity = torch.zeros_like(weights) if rule.momentum else None
-    carry, losses = dict(rule.carry), weights.new_zeros(len(rules))
+    carry, losses, looks = dict(rule.carry), weights.new_zeros(len(rules)), weights.new_zeros(len(rules))
     slope = RowSlope(network, weights)
-    for batch in batches:
+    for k, batch in enumerate(batches):
         slope.at(batch)
         with _standing_still(slope.done, weights, carry):
             if not slope.descend(rule):
                 gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)  # type: ignore[arg-type]
+                slope.look_at_w(k)
                 step(weights, gradient, velocity, rule)
-        losses += slope.loss
+        if slope.loss is not None:
+            losses += slope.loss
+            looks += 1.0 if slope.done is None else (~slope.done).to(looks)
     return [
-        Outcome(weights[i] - start, float(losses[i]) / r.steps, r, {n: v[i] for n, v in carry.items()}, {})
+        Outcome(weights[i] - start, float(losses[i] / looks[i]), r, {n: v[i] for n, v in carry.items()}, {})
         for i, r in enumerate(rules)
     ]
 
@@ -109,7 +112,12 @@ class RowSlope:
         self._batch = batch
         done = batch[2][:, 0] == 0
         self.done = done if bool(done.any()) else None
-        self._first = True
+        self.loss: Tensor | None = None  # at w, of every row; a row that is done has none
+
+    def look_at_w(self, k: int) -> None:
+        """Note the loss at w in a step that took no gradient there, once in a few steps."""
+        if k % SAMPLED == 0 and self.loss is None:
+            self()
 
     def __call__(self, direction: Tensor | None = None, length: Tensor | None = None) -> Tensor:
         """The gradients at w + ε, row by row, as `Slope` gives one."""
@@ -117,13 +125,13 @@ class RowSlope:
             self._home.copy_(self.weights)
             self.weights.add_(direction if length is None else direction * length)
         if self._chain:
-            loss, gradients = self._chain.gradient(*self._batch), self._chain.gradients
+            loss, gradients = self._chain.gradient(*self._batch)
         else:
             gradients, loss = self._vectorised(self.weights, *self._batch)
         if direction is not None:
             self.weights.copy_(self._home)
-        if self._first:
-            self.loss, self._first = loss, False
+        if direction is None and self.loss is None:
+            self.loss = loss
         return gradients
 
     def descend(self, rule: LocalRule) -> bool:

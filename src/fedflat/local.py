@@ -27,25 +27,20 @@ ClipMode = Literal["loss_only", "official", "all"]
 
 
 class Term(Protocol):
-    """Something added to the loss of a batch: a scalar made from a pass and, if need be, from a reference's pass."""
+    """Something added to the loss of a batch: a scalar made from a pass and, if need be, from a reference's pass.
 
-    @property
-    def features(self) -> bool: ...
-
-    @property
-    def activations(self) -> bool: ...
+    A term or an ascent with `features = True` finds in each pass what entered the head, and one with
+    `activations = True` the hidden activations.
+    """
 
     def __call__(self, here: Pass) -> Tensor: ...
 
 
 class Ascent(Protocol):
-    """Where the gradient is taken: given ∇[loss + Σ terms] as a function of ε, the gradient to descend by."""
+    """Where the gradient is taken: given ∇[loss + Σ terms] as a function of ε, the gradient to descend by.
 
-    @property
-    def features(self) -> bool: ...
-
-    @property
-    def activations(self) -> bool: ...
+    One with `rows = True` also works on a matrix whose rows are the weights of several clients.
+    """
 
     def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]: ...
 
@@ -54,14 +49,18 @@ class Ascent(Protocol):
 class LocalRule:
     """What one client does in one round.
 
-    The upper fields are facts of the round that parts may read (`share` is nᵢ m/N; draws are made from seed, round and
-    client); the lower ones are theirs to fill. `carry` is what an ascent hands from step to step (FedSMOO's μ), and
-    `settle` finds it in the outcome. `frozen` marks the weights that no step changes; with `pairs` every step has a
-    second batch.
+    The upper fields are facts of the round that parts may read: `share` is nᵢ m/N, `first_lr` is η of round 0,
+    `typical_steps` is the K of a client of mean size; draws are made from seed, round and client. The lower ones are
+    theirs to fill, by the methods below where several parts may. `spring` is a decay inside the clip. `carry` is what
+    an ascent hands from step to step (FedSMOO's μ), and `report` finds it in the outcome. `frozen` marks the weights
+    that no step changes; with `pairs` every step has a second batch.
     """
 
     lr: float
     steps: int
+    epochs: int = 1
+    first_lr: float = 0.0
+    typical_steps: int = 1
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
@@ -77,6 +76,7 @@ class LocalRule:
     scale: float = 1.0
     pull: Tensor | None = None
     decay: float = 0.0
+    spring: float = 0.0
     terms: tuple[Term, ...] = ()
     ascent: Ascent | None = None
     carry: Vectors = field(default_factory=dict)
@@ -84,11 +84,29 @@ class LocalRule:
     frozen: Tensor | None = None
     pairs: bool = False
 
+    def with_pull(self, pull: Tensor, decay: float = 0.0, spring: float = 0.0) -> LocalRule:
+        """The rule with one more pull, decay and spring."""
+        pull = pull if self.pull is None else self.pull + pull
+        return replace(self, pull=pull, decay=self.decay + decay, spring=self.spring + spring)
+
+    def with_term(self, term: Term) -> LocalRule:
+        """The rule with one more term of the loss."""
+        return replace(self, terms=(*self.terms, term))
+
+    def with_ascent(self, ascent: Ascent, **carry: Tensor) -> LocalRule:
+        """The rule with an ascent, and what it carries from step to step."""
+        return replace(self, ascent=ascent, carry={**self.carry, **carry})
+
+    def blank(self) -> LocalRule:
+        """The facts of the rule, and none of its ingredients."""
+        empty = LocalRule(self.lr, self.steps)
+        return replace(self, **{name: getattr(empty, name) for name in INGREDIENTS})
+
     @property
     def direct(self) -> bool:
         """Whether a step goes down ∇[loss + Σ terms](w) as it is, with momentum and decay but nothing else."""
         bare = self.pull is None and self.ascent is None and self.frozen is None and not self.pairs
-        return bare and not self.clip and self.scale == 1.0
+        return bare and not self.clip and self.scale == 1.0 and not self.spring
 
     @property
     def plain(self) -> bool:
@@ -111,6 +129,11 @@ class LocalRule:
         return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
 
 
+# The fields of a rule that parts fill; what the model freezes is a fact.
+INGREDIENTS = ("scale", "pull", "decay", "spring", "terms", "ascent", "carry", "lr_floor", "pairs")
+SAMPLED = 8  # steps between two looks at w in methods that never take a gradient there
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a client's training came to: Δ = w_K − w_0, after K steps."""
@@ -129,6 +152,7 @@ class Pass:
     forward: Forward
     labels: Tensor
     slope: Slope
+    at_w: bool = True
 
     @property
     def logits(self) -> Tensor:
@@ -144,8 +168,9 @@ class Pass:
         return self.slope.under(reference)
 
     def note(self, name: str, value: Tensor) -> None:
-        """Report a number; its mean over the client's steps becomes a metric of the round."""
-        self.slope.notes.add(name, value)
+        """Report a number of a pass at w; its mean over the client's steps becomes a metric of the round."""
+        if self.at_w:
+            self.slope.notes.add(name, value)
 
 
 class Notes:
@@ -169,9 +194,10 @@ class Notes:
 class Slope:
     """∇[loss + Σ terms] on the current batch, as a function of the offset ε at which it is taken."""
 
-    def __init__(self, network: Network, reference: Network | None, rule: LocalRule, loss: Loss, tap: Tap) -> None:
+    def __init__(self, network: Network, rule: LocalRule, loss: Loss, tap: Tap) -> None:
         self.network, self.rule, self.loss, self.notes = network, rule, loss, Notes()
-        self._reference, self._tap = reference, tap
+        self._tap = tap
+        self._first_statistics = network.buffers.clone()
         self._chain = network.chain if loss is F.cross_entropy and not rule.terms else None
 
     def at(self, batch: Batch, other: Batch | None = None) -> Slope:
@@ -179,7 +205,7 @@ class Slope:
         self._inputs, self._labels = batch
         self._other = other or batch
         self._seen: dict[int, Forward] = {}
-        self._noted = False
+        self._noted: set[str] = set()
         self._kept: Forward | None = None
         self._statistics: Tensor | None = None
         return self
@@ -204,25 +230,25 @@ class Slope:
     ) -> Tensor:
         """The gradient at w + ε of the loss (if `data`) and the terms (the rule's, unless others are given).
 
-        ε is the direction times the length (1 if none is given); the direction may be the gradient that the last call
-        returned. The result stands in the network's gradient buffer, which the next call overwrites.
+        ε is the direction times the length (1 if none is given). The result is the caller's own.
         """
         if direction is None:
-            return self._gradient(terms, data)
+            return self._gradient(terms, data, at_w=True)
         with self._moved(direction, length):
-            return self._gradient(terms, data)
+            return self._gradient(terms, data, at_w=False)
 
-    def _gradient(self, terms: tuple[Term, ...] | None, data: bool) -> Tensor:
+    def _gradient(self, terms: tuple[Term, ...] | None, data: bool, at_w: bool) -> Tensor:
         if self._chain and not terms and data and not self._labels.is_floating_point():
-            gradient = self.network.gradient
-            self._note_loss(self._chain.gradient(self._inputs, self._labels))
+            loss, gradient = self._chain.gradient(self._inputs, self._labels)
+            if at_w:
+                self._note_loss(loss)
             return gradient
-        return self.network.differentiate(self._objective(terms, data))
+        return self.network.differentiate(self._objective(terms, data, at_w=at_w))
 
     def descend(self, velocity: Tensor | None, k: int) -> bool:
-        """The whole step at once, where nothing is done to its gradient: there is no need to gather that in a vector.
+        """The whole step at once, where its gradient is used as it is and need not be gathered in a vector.
 
-        Otherwise nothing happens, and the answer is False.
+        Returns False, and does nothing, where that is not so.
         """
         rule, lr, decay = self.rule, self.rule.lr_at(k), self.rule.decay + self.rule.weight_decay
         chain = None if self._labels.is_floating_point() else self._chain
@@ -236,18 +262,28 @@ class Slope:
             return False
         return True
 
+    def look_at_w(self, k: int) -> None:
+        """Note the loss and the terms at w in a step that took no gradient there: once in a few steps, without one."""
+        wanted = {"loss", "terms"} if self.rule.terms else {"loss"}
+        if k % SAMPLED == 0 and wanted - self._noted:
+            self._objective(None, True)
+
     def in_head(self, terms: tuple[Term, ...]) -> Tensor:
         """The terms' gradient at w with respect to the head alone. The pass through the body is kept for `at_head`."""
         self._kept = self._forward()
-        return self.network.differentiate_head(self._sum([term(self._pass(self._kept)) for term in terms]))
+        here = self._pass(self._kept)
+        self._note_loss(here.loss)
+        return self.network.differentiate_head(self._sum([term(here) for term in terms]))
 
     def at_head(self, offset: Tensor) -> Tensor:
         """The gradient at w + ε with ε in the head alone: of the network only the head is run again."""
         with self._moved(offset, None, self.network.head):
             if self._kept is None or self._kept.features is None:
-                return self.network.differentiate(self._objective(None, True))
+                return self.network.differentiate(self._objective(None, True, at_w=False))
             logits = self._tap.through(self.network.head_module, self._kept.features)
-            return self.network.differentiate(self._objective(None, True, replace(self._kept, logits=logits)))
+            return self.network.differentiate(
+                self._objective(None, True, replace(self._kept, logits=logits), at_w=False)
+            )
 
     @cached_property
     def _home(self) -> Tensor:
@@ -272,57 +308,55 @@ class Slope:
         self.network.buffers.copy_(self._statistics)
         return forward
 
-    def _pass(self, forward: Forward) -> Pass:
-        return Pass(forward, self._labels, self)
+    def _pass(self, forward: Forward, at_w: bool = True) -> Pass:
+        return Pass(forward, self._labels, self, at_w and "terms" not in self._noted)
 
-    def _objective(self, terms: tuple[Term, ...] | None, data: bool, forward: Forward | None = None) -> Tensor:
-        here = self._pass(forward or self._forward())
-        if data:
+    def _objective(
+        self, terms: tuple[Term, ...] | None, data: bool, forward: Forward | None = None, at_w: bool = True
+    ) -> Tensor:
+        here = self._pass(forward or self._forward(), at_w)
+        if at_w:
             self._note_loss(here.loss)
-        return self._sum([here.loss] * data + [term(here) for term in (self.rule.terms if terms is None else terms)])
+        parts = [here.loss] * data + [term(here) for term in (self.rule.terms if terms is None else terms)]
+        if at_w and data:
+            self._noted.add("terms")
+        return self._sum(parts)
 
     def _note_loss(self, loss: Tensor) -> None:
-        """The step's first loss, taken at w, is the one to report."""
-        if not self._noted:
+        """The step's first loss at w is the one to report."""
+        if "loss" not in self._noted:
             self.notes.add("loss", loss)
-            self._noted = True
+            self._noted.add("loss")
 
     @staticmethod
     def _sum(parts: list[Tensor]) -> Tensor:
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
     def under(self, reference: Tensor) -> Forward:
-        """The batch through the frozen network with other weights."""
+        """The batch through a frozen model with other weights and the batch statistics of the round's start."""
         if id(reference) not in self._seen:
-            assert self._reference is not None
-            self._reference.bind(reference)
-            with torch.no_grad(), self._reference.listening(features=True) as tap:
-                self._seen[id(reference)] = tap(self._inputs)
+            with self.network.standing_at(reference, self._first_statistics):
+                self._seen[id(reference)] = self._tap(self._inputs)
         return self._seen[id(reference)]
 
 
-def train(
-    network: Network,
-    reference: Network | None,
-    start: Tensor,
-    rule: LocalRule,
-    batches: Iterable[Batch],
-    loss: Loss,
-) -> Outcome:
+def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Batch], loss: Loss) -> Outcome:
     """K steps of the rule from `start`, in the network's own memory."""
     network.weights.copy_(start)
     network.module.train()
     velocity = torch.zeros_like(start) if rule.momentum else None
     carry = dict(rule.carry)
-    listeners: list[Term | Ascent] = [*rule.terms, *([rule.ascent] if rule.ascent else [])]
-    with network.listening(any(x.features for x in listeners), any(x.activations for x in listeners)) as tap:
-        slope = Slope(network, reference, rule, loss, tap)
+    lookers = [*rule.terms, rule.ascent]
+    features, activations = (any(getattr(x, kind, False) for x in lookers) for kind in ("features", "activations"))
+    with network.listening(features, activations) as tap:
+        slope = Slope(network, rule, loss, tap)
         stream = iter(batches)
         for k, batch in enumerate(stream):
             slope.at(batch, next(stream, None) if rule.pairs else None)
             if slope.descend(velocity, k):
                 continue
             gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)
+            slope.look_at_w(k)
             step(network.weights, gradient, velocity, rule, k)
     notes = slope.notes.means()
     velocity = None  # Δ takes its place in memory
@@ -331,26 +365,29 @@ def train(
 
 @torch.no_grad()
 def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: LocalRule, k: int = 0) -> None:
-    """w ← w − η v with v ← β v + clip(a g + pull) + decay w, in place; the gradient buffer is used up.
+    """w ← w − η v with v ← β v + clip(a g + pull) + decay w; weights and velocity change in place.
 
-    The clip's place is one of three: around the gradient of the loss only (the clean one), around gradient and pull but
-    not the decay (the authors' code, which hides the proximal term in the optimiser's weight decay), or around all.
+    The clip's place is one of three: around the gradient of the loss only (the clean one), around gradient, pull and
+    spring but not the decay (the authors' code, which hides the proximal term in the optimiser's weight decay), or
+    around all.
     """
-    decay = rule.decay + rule.weight_decay
-    g = gradient.mul_(rule.scale) if rule.scale != 1.0 else gradient
-    if rule.clip_mode == "loss_only":
-        _clip(g, rule.clip)
+    decay, mode = rule.decay + rule.weight_decay, rule.clip_mode
+    g = gradient * rule.scale if rule.scale != 1.0 else gradient
+    if mode == "loss_only":
+        g = _clipped(g, rule.clip)
     if rule.pull is not None:
-        g.add_(rule.pull)
-    if rule.clip_mode == "official":
-        _clip(g, rule.clip)
-    if decay and (rule.clip_mode == "all" or rule.frozen is not None):
-        g.add_(weights, alpha=decay)
+        g = g + rule.pull
+    if rule.spring:
+        g = g.add(weights, alpha=rule.spring)
+    if mode == "official":
+        g = _clipped(g, rule.clip)
+    if decay and (mode == "all" or rule.frozen is not None):
+        g = g.add(weights, alpha=decay)
         decay = 0.0
-    if rule.clip_mode == "all":
-        _clip(g, rule.clip)
+    if mode == "all":
+        g = _clipped(g, rule.clip)
     if rule.frozen is not None:
-        g.masked_fill_(rule.frozen, 0.0)
+        g = g.masked_fill(rule.frozen, 0.0)
     _descend([weights], [g], [] if velocity is None else [velocity], rule.lr_at(k), rule.momentum, decay)
 
 
@@ -371,7 +408,9 @@ def _descend(ws: list[Tensor], gs: list[Tensor], vs: list[Tensor], lr: float, mo
     )
 
 
-def _clip(g: Tensor, limit: float | None) -> None:
-    if limit is not None:
-        norm: Tensor = g.norm(dim=-1, keepdim=True)
-        g.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+def _clipped(g: Tensor, limit: float | None) -> Tensor:
+    """g · min(1, c/‖g‖), row by row."""
+    if limit is None:
+        return g
+    norm: Tensor = g.norm(dim=-1, keepdim=True)
+    return g * (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -1,42 +1,30 @@
-"""A method: a chain of parts."""
+"""A method: a chain of parts, each with drawers of its own."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from fedflat.errors import RecipeError
+from fedflat.link import Link, links_of
 from fedflat.local import LocalRule, Outcome, Vectors
-from fedflat.parts.part import Part, ServerState, Uploads
-from fedflat.parts.privacy import CentralPrivacy, LocalPrivacy, Privacy
+from fedflat.observe import Findings, observed
+from fedflat.parts.part import Part, ServerView
+from fedflat.parts.uploads import Sealed, Upload, Uploads
 
-ORDER = {"average": 0, "": 1, "ascent": 1, "server": 2, "shown": 3}
-
-
-def probe_state(part: Method | Part) -> ServerState:
-    """A state of the least size, to see what a part or method would send."""
-    probe = torch.zeros(3)
-    return ServerState(probe, probe, probe, part.first_state(probe), 0, 1)
-
-
-class SealedError(RecipeError):
-    """A part looked into uploads that it may not see."""
-
-
-class Sealed(Uploads):
-    """The uploads for the parts after a private average: whatever they ask of them is refused."""
-
-    def __init__(self) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise SealedError("method: a part after CentralPrivacy looks at single updates; leave it out")
+STAGES = ("client", "server", "evaluation")
 
 
 class Method:
     """A chain of parts. Methods and parts add up: `FEDDYN + ActivationNorm(0.15)`.
+
+    Every function of the parts is threaded through the chain. Parts merge in the order of their stages, and within one
+    in the order written; a part that replaces the average comes first, and one that protects uploads reports last.
+
+    When a method is made its chain runs once on a small example (`fedflat.observe`). Two parts that would overwrite
+    each other are refused there, by their names.
 
     >>> from fedflat.parts import Ascent, DynamicDual
     >>> method = Method(DynamicDual(0.1)) + Ascent(0.1)
@@ -45,68 +33,58 @@ class Method:
     >>> method + Ascent(0.2)
     Traceback (most recent call last):
       ...
-    fedflat.errors.RecipeError: method: Ascent and Ascent both want to be the ascent; a method can have only one
+    fedflat.errors.RecipeError: method: Ascent and Ascent both set the ascent; a method can have only one
     """
 
     def __init__(self, *parts: Part) -> None:
-        self.parts = tuple(sorted(parts, key=lambda part: ORDER[part.place]))
-        self.memory = tuple(name for part in self.parts for name in part.memory)
-        self.state = tuple(name for part in self.parts for name in part.state)
-        self.uploads = tuple(name for part in self.parts for name in part.uploads)
-        self.figures = {name: size for part in self.parts for name, size in part.figures.items()}
-        self._refuse_conflicts()
-        self._refuse_leaks()
-
-    def _refuse_conflicts(self) -> None:
-        holder: dict[str, Part] = {}
-        for part in self.parts:
-            claims = [f"be the {part.place}"] if part.place else []
-            claims += [f"keep {name!r}" for name in (*part.memory, *part.state)]
-            claims += [f"send {name!r}" for name in part.send(probe_state(part))]
-            for claim in claims:
-                if claim in holder:
-                    pair = f"{type(holder[claim]).__name__} and {type(part).__name__}"
-                    raise RecipeError(f"method: {pair} both want to {claim}; a method can have only one")
-                holder[claim] = part
+        ordered = sorted(parts, key=lambda part: (part.protects == "upload", STAGES.index(part.stage)))
+        self._links, self._found = observed(links_of(ordered))
+        self.parts = tuple(link.part for link in self._links)
 
     @property
-    def privacy(self) -> Privacy | None:
+    def found(self) -> Findings:
+        """What was seen when the method was made: who sends, uploads and writes what."""
+        return self._found
+
+    def _all(self) -> Iterator[Link]:
+        """Every part's link, a wrapped one before the one around it."""
+        for link in self._links:
+            yield from link.inside_out()
+
+    @cached_property
+    def memory(self) -> tuple[str, ...]:
+        """Names of the vectors that each client keeps between rounds."""
+        return tuple(name for link in self._all() for name in link.memory.values())
+
+    @cached_property
+    def state(self) -> tuple[str, ...]:
+        """Names of the vectors that the server keeps between rounds."""
+        return tuple(name for link in self._all() for name in link.state.values())
+
+    @property
+    def uploads(self) -> tuple[str, ...]:
+        """Names of the vectors of size d that go up beside Δ."""
+        return tuple(name for name, size in self._found.uploads.items() if size is None)
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """The few numbers that go up beside them, each with its length."""
+        return {name: size for name, size in self._found.uploads.items() if size is not None}
+
+    @property
+    def protection(self) -> Part | None:
         """The part that protects the clients' updates."""
-        return next((part for part in self.parts if isinstance(part, Privacy)), None)
+        return next((part for part in self.parts if part.protects), None)
 
     @property
     def only_averages(self) -> bool:
-        """Whether no part merges, so that the server needs no more of the clients' Δ than their average."""
-        return all(type(part).merge is Part.merge for part in self.parts)
+        """Whether the server needs no more of the clients' Δ than their average."""
+        return self._found.only_averages
 
     @property
     def always_moves(self) -> bool:
         """Whether a round without uploads changes the model too, so that nobody can tell that it had none."""
-        return isinstance(self.privacy, CentralPrivacy)
-
-    def _refuse_leaks(self) -> None:
-        """A private method uploads Δ alone, and none of its parts goes around what protects it."""
-        if self.privacy is None:
-            return
-        guard = type(self.privacy).__name__
-        for part in self.parts:
-            name, beside = type(part).__name__, ", ".join((*part.uploads, *part.figures))
-            if isinstance(part, Privacy) and part is not self.privacy:
-                raise RecipeError(f"method: {guard} and {name} both want to protect the updates; take one of them")
-            if beside:
-                raise RecipeError(f"method: {name} uploads {beside}, which {guard} does not protect; leave one out")
-            if self.always_moves and part is not self.privacy and self._looks(part):
-                raise RecipeError(
-                    f"method: {name} looks at single updates on the server, which {guard} does not protect; "
-                    f"leave one out or take {LocalPrivacy.__name__} (local_dp)"
-                )
-
-    def _looks(self, part: Part) -> bool:
-        try:
-            part.merge(probe_state(self), Sealed())
-        except SealedError:
-            return True
-        return False
+        return self.protection is not None and self.protection.protects == "average"
 
     def __add__(self, other: Method | Part) -> Method:
         return Method(*self.parts, *(other.parts if isinstance(other, Method) else (other,)))
@@ -116,40 +94,56 @@ class Method:
 
     def first_state(self, weights: Tensor) -> Vectors:
         """What the server keeps before round 0."""
-        return {name: v for part in self.parts for name, v in part.first_state(weights).items()}
+        return {n: v for link in self._all() for n, v in link.state.close(link.part.first_state(weights)).items()}
 
     def first_memory(self, initial: Tensor) -> Vectors:
         """What a client keeps before its first round."""
-        return {name: v for part in self.parts for name, v in part.first_memory(initial).items()}
+        return {n: v for link in self._all() for n, v in link.memory.close(link.part.first_memory(initial)).items()}
 
-    def shown(self, server: ServerState) -> Tensor:
+    def evaluated(self, server: ServerView) -> Tensor:
         """The weights to evaluate."""
-        others = [weights for part in self.parts if (weights := part.shown(server)) is not None]
-        return others[-1] if others else server.weights
+        for link in self._all():
+            weights = link.part.evaluated(link.view(server))
+            if weights is not None:
+                return weights
+        return server.weights
 
-    def send(self, server: ServerState) -> Vectors:
+    def broadcast(self, server: ServerView) -> Vectors:
         """All that goes down in a round: the weights to start from and what the parts send beside them."""
-        sent = {"weights": server.weights}
-        for part in self.parts:
-            sent.update(part.send(server))
-        return sent
+        sent: Vectors = {}
+        for link in self._all():
+            own = link.part.broadcast(link.view(server))
+            server = replace(server, start=own.get("weights", server.start))
+            sent |= link.sent.close({name: vector for name, vector in own.items() if name != "weights"})
+        return {"weights": server.start, **sent}
 
-    def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        for part in self.parts:
-            rule = part.plan(rule, sent, memory)
+    def plan(self, rule: LocalRule, sent: Vectors, memory: Mapping[str, Tensor]) -> LocalRule:
+        """The rule of one client's round."""
+        for link in self._links:
+            rule = link.plan(rule, sent, memory)
         return rule
 
-    def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
-        kept, uploads = dict(memory), {}
-        for part in self.parts:
-            remembered, uploaded = part.settle(sent, memory, outcome)
-            kept.update(remembered)
-            uploads.update(uploaded)
-        return kept, uploads
+    def report(
+        self, upload: Upload, sent: Vectors, memory: Mapping[str, Tensor], outcome: Outcome
+    ) -> tuple[Upload, Vectors]:
+        """The upload of one client, and what it keeps."""
+        kept: Vectors = {}
+        beside: Vectors = {}
+        for link in self._all():
+            upload, mine = link.part.report(
+                replace(upload, vectors={}), link.received(sent), link.memory.open(memory), outcome
+            )
+            kept |= link.memory.close(mine)
+            beside |= link.uploads.close(upload.vectors)
+        return replace(upload, vectors=beside), {**memory, **kept}
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
-        for part in self.parts:
-            server = part.merge(server, uploads)
-            if isinstance(part, CentralPrivacy):
-                uploads = Sealed()
-        return server
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        """The server's move, given the average of the clients' Δ, and the new state."""
+        state = dict(server.vectors)
+        for link in self._all():
+            # Seen from the example no part looks beside the guard, but one may begin to in a later round.
+            sealed = self.always_moves and link.part is not self.protection
+            seen = Sealed(type(self.protection).__name__) if sealed else link.seen(uploads)
+            move, mine = link.part.merge(move, link.view(server), seen)
+            state |= link.state.close(mine)
+        return move, state

@@ -11,7 +11,8 @@ from typing import Any
 
 from fedflat.catalogue import CATALOGUE, CHOICES
 from fedflat.errors import RecipeError, nearest
-from fedflat.method import Method, probe_state
+from fedflat.method import Method
+from fedflat.observe import passes
 from fedflat.parts import Part
 
 HYPHEN = re.compile(r"(?<=[a-z])-(?=[a-z])")
@@ -106,14 +107,14 @@ def cost(method: Method) -> dict[str, Any]:
     >>> cost(parse("fedsmoo"))
     {'down': 2, 'up': 2, 'client': 2, 'server': 3, 'gradients': 2, 'forwards': 0}
     """
-    state = probe_state(method)
+    gradients, forwards = passes(method)
     return {
-        "down": sum(vector.shape == state.weights.shape for vector in method.send(state).values()),
+        "down": 1 + sum(size is None for size in method.found.sent.values()),
         "up": 1 + len(method.uploads),
         "client": len(method.memory),
         "server": len(method.state),
-        "gradients": max((part.gradients for part in method.parts), default=1),
-        "forwards": sum(part.references for part in method.parts),
+        "gradients": gradients,
+        "forwards": forwards,
     }
 
 

@@ -200,7 +200,7 @@ class Adaptation:
             length=length,
             falling=ALONE if self.how == "local" else 1.0,
         )
-        outcome = train(problem.network, None, start, rule, self._batches(client, length, reached), problem.loss)
+        outcome = train(problem.network, start, rule, self._batches(client, length, reached), problem.loss)
         if not math.isfinite(float(outcome.delta.sum())):
             raise TrainingError(
                 f"client {client}: its model is no longer finite; the learning rate {self.lr:g} is too high"

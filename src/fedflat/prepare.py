@@ -30,16 +30,20 @@ from fedflat.heap import keep_freed_memory
 from fedflat.local import Loss
 from fedflat.method import Method
 from fedflat.methods import parse, spell
-from fedflat.parts import ServerState
+from fedflat.parts import ActiveModel, AllModels, Part
+from fedflat.processor import require_bf16
 from fedflat.randomness import generator
 from fedflat.recipe import Recipe, validated
-from fedflat.server import cohort_size, first_state
+from fedflat.server import cohort_size, first_state, view
+from fedflat.state import ServerState
 from fedflat.store import FREED
 from fedflat.vector import Network
 
 if TYPE_CHECKING:
     from fedflat.flatness.federated import Portion
 
+# The part that keeps the model to evaluate, where it is not the server's own.
+EVALUATED: dict[str, Part] = {"active": ActiveModel(), "all": AllModels()}
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.float32}
 
 
@@ -83,6 +87,8 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
     keep_freed_memory(below=FREED)  # a large model's vectors leave nothing behind on the server
     dtype = DTYPES[recipe.precision]
     device = _device(recipe)
+    if recipe.precision == "bf16" and device == "cpu":
+        require_bf16()
     federation = federation.to(dtype, device)
     if module is not None:
         # The caller's module stays as it is, so that the next run can begin with it again.
@@ -97,7 +103,7 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
     return Problem(
         federation,
         network,
-        method,
+        method + kept if (kept := EVALUATED.get(recipe.evaluation.model)) else method,
         recipe.local,
         recipe.seed,
         loss,
@@ -215,7 +221,7 @@ def _load_checkpoint(path: Path, problem: Problem) -> None:
 
 def show(problem: Problem, state: ServerState) -> None:
     """Put the model that a state stands for into the problem's network."""
-    problem.network.weights.copy_(problem.method.shown(state))
+    problem.network.weights.copy_(problem.method.evaluated(view(problem, state)))
     problem.network.buffers.copy_(state.buffers)
     problem.network.reset_counters()
     problem.network.module.eval()

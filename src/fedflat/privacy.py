@@ -48,8 +48,8 @@ class Ledger:
 
 def ledger(method: Method, recipe: Recipe, clients: int) -> Ledger | None:
     """The ledger of a run; None if nothing in its method is private."""
-    part = method.privacy
-    if part is None:
+    part = method.protection
+    if not isinstance(part, Privacy):
         return None
     if not isinstance(part, CentralPrivacy):
         return _checked(Ledger(part.delta, part.noise / 2))

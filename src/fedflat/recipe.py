@@ -118,6 +118,9 @@ class Evaluation(Section):
 
     every: int = Field(1, ge=0, description="rounds between evaluations; 0 = only after the last")
     on: Literal["test", "train"] = Field("test", description="which samples")
+    model: Literal["server", "active", "all"] = Field(
+        "server", description="which model: the server's, the mean of the round's clients, or of all clients' last ones"
+    )
     batch: int = Field(500, ge=1, description="samples of a chunk")
     measures: list[Measure] = Field(
         ["consistency"], description="what to measure of each round's local models, as in docs/how-to.md"

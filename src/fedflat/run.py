@@ -25,12 +25,13 @@ from fedflat.folder import Record, RunFolder
 from fedflat.local import Loss
 from fedflat.method import Method
 from fedflat.methods import Written, parse, spell
-from fedflat.parts import Part, ServerState
+from fedflat.parts import Part
 from fedflat.prepare import assemble, in_full, sharpness_portion, show, start_engine
 from fedflat.privacy import ledger
 from fedflat.recipe import Recipe, validated
-from fedflat.server import RoundReport, conduct, draw_cohort, first_state
+from fedflat.server import RoundReport, conduct, draw_cohort, first_state, view
 from fedflat.signals import LastRound
+from fedflat.state import ServerState
 from fedflat.trackers import Trackers, check_trackers
 
 Callback = Callable[[Record], None]
@@ -199,7 +200,7 @@ def rounds(
             record["epsilon"] = spent.epsilon(state.round)
         skipped = skipped + 1 if report.skipped else 0
         every, last = recipe.evaluation.every, state.round == recipe.server.rounds
-        shown = replace(state, weights=problem.method.shown(state))
+        shown = replace(state, weights=problem.method.evaluated(view(problem, state)))
         if last or (every and state.round % every == 0):
             score = engine.score(shown, recipe.evaluation.on, recipe.evaluation.batch)
             record |= {"accuracy": _number(score.accuracy), "loss": _number(score.loss)}

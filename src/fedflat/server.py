@@ -16,9 +16,10 @@ from fedflat.client import Brief, Problem, Refusal
 from fedflat.engine.engine import Engine, one_thread
 from fedflat.errors import RecipeError
 from fedflat.metrics import MEASURES, bytes_of
-from fedflat.parts import ServerState, Uploads
+from fedflat.parts import ServerView, Uploads, collect
 from fedflat.randomness import numpy_generator
 from fedflat.recipe import Admission, Evaluation, Server
+from fedflat.state import ServerState
 
 SINGLE = {*MEASURES, "local"}  # measures that look at each client's Δ
 
@@ -41,13 +42,22 @@ def first_state(problem: Problem) -> ServerState:
     """The state before round 0: the network's initial weights, and zeros for what the parts keep."""
     network = problem.network
     weights, buffers = network.weights.clone(), network.buffers.clone()
-    vectors = problem.method.first_state(weights)
-    return ServerState(weights, buffers, _still(weights), vectors, 0, problem.federation.clients, seed=problem.seed)
+    return ServerState(weights, buffers, problem.method.first_state(weights))
 
 
-def _still(weights: Tensor) -> Tensor:
-    """No move, in no memory."""
-    return weights.new_zeros(()).expand_as(weights)
+def view(problem: Problem, state: ServerState, server: Server | None = None) -> ServerView:
+    """The state as the method's parts see it, with the facts of the round."""
+    clients, server = problem.federation.clients, server or Server()
+    return ServerView(
+        state.weights,
+        state.weights,
+        state.round,
+        clients,
+        state.vectors,
+        lr=server.lr,
+        seed=problem.seed,
+        cohort=expected_cohort(server, clients),
+    )
 
 
 def cohort_size(server: Server, clients: int) -> int:
@@ -100,7 +110,7 @@ def conduct(
     model in every round. The server's sums are made by one thread too, or their last bits would depend on the machine;
     and idle threads that spin would take the workers' cores.
     """
-    sent = problem.method.send(state)
+    sent = problem.method.broadcast(view(problem, state, server))
     if state.buffers.numel() and problem.buffers == "average":
         sent["buffers"] = state.buffers
     brief = Brief(state.round, problem.local.lr * problem.local.lr_decay**state.round, sent)
@@ -118,7 +128,7 @@ def conduct(
     if len(uploads) < limits.quorum and not problem.method.always_moves:
         skipped = _skipped(gate, limits, uploads)
         return replace(state, round=state.round + 1), replace(report, cohort=[], skipped=skipped)
-    merged = merge(problem, server, state, uploads)
+    merged = merge(problem, server, state, uploads, sent["weights"])
     if watch and uploads:
         report = replace(report, measures=_measured(engine, state, merged, uploads, sent["weights"], watch))
     engine.remember(uploads)
@@ -151,20 +161,20 @@ def _heard(
         before = len(gate.failed)
         arriving = engine.turns(brief, cohort) if cohort else ()
         order = problem.federation.largest_first(cohort)
-        uploads = Uploads(gate.admitted(arriving), server.average, order, gate.away, release)
+        uploads = collect(gate.admitted(arriving), server.average, order, gate.away, release)
         if problem.group == 1 or len(gate.failed) == before:
             return uploads, gate
         gate = Gate(problem, limits, brief.round, gate.failed)
         cohort = [client for client in cohort if client not in {refusal.client for refusal in gate.failed}]
 
 
-def merge(problem: Problem, server: Server, state: ServerState, uploads: Uploads) -> ServerState:
-    """w ← w + η_g · move, where the move is the average Δ as the method's parts have changed it."""
+def merge(problem: Problem, server: Server, state: ServerState, uploads: Uploads, start: Tensor) -> ServerState:
+    """w ← w + η_g · move, where the move is the average Δ from the clients' start as the parts have changed it."""
     average = uploads.average("delta") if uploads else torch.zeros_like(state.weights)
-    before = replace(state, move=average, lr=server.lr, cohort=expected_cohort(server, state.clients))
-    state = problem.method.merge(before, uploads)
+    before = replace(view(problem, state, server), start=start)
+    move, vectors = problem.method.merge(average, before, uploads)
     averaged = uploads.average("buffers") if uploads and "buffers" in uploads[0].vectors else state.buffers
-    return replace(state, weights=state.arrival, buffers=averaged, move=_still(state.weights))
+    return replace(state, weights=before.arrival(move), buffers=averaged, vectors=vectors)
 
 
 def _skipped(gate: Gate, limits: Admission, uploads: Uploads) -> str:
@@ -201,6 +211,12 @@ def _local_accuracy(
 
 
 def _mean_notes(uploads: Uploads) -> dict[str, float]:
-    names = {name: None for upload in uploads for name in upload.notes}
-    pairs = [*zip(uploads.weights, uploads, strict=True)]
-    return {n: sum(w * u.notes.get(n, math.nan) for w, u in pairs) for n in names}
+    """The mean of each note over the clients that have it."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for weight, upload in zip(uploads.weights, uploads, strict=True):
+        for name, value in upload.notes.items():
+            found.setdefault(name, []).append((weight, value))
+    return {
+        name: sum(w * v for w, v in pairs) / (1.0 if len(pairs) == len(uploads) else sum(w for w, _ in pairs))
+        for name, pairs in found.items()
+    }

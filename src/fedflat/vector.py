@@ -1,11 +1,10 @@
-"""A model as one flat vector: parameters are views into it, gradients views into a second one where one is needed.
+"""A model as one flat vector: its parameters are views into it.
 
 All of the mathematics of the methods happens on these vectors of size d; the module only runs the network.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -95,7 +94,7 @@ class Watched(torch.autograd.Function):
 
 
 class Network:
-    """A module whose parameters live in `weights` and whose gradients land in `gradient`.
+    """A module whose parameters live in the vector `weights`.
 
     With `autocast` its passes compute in bfloat16 where torch deems that safe; weights, gradients and logits stay as
     they are.
@@ -169,25 +168,31 @@ class Network:
         for parameter, view in zip(self.module.parameters(), self.layout.views(weights).values(), strict=True):
             parameter.data = view
 
-    def frozen(self) -> Network:
-        """A second network of the same shape in evaluation mode, to run a reference model on the same batch."""
-        twin = Network(copy.deepcopy(self.module), self.weights.dtype, str(self.weights.device), self.autocast)
-        twin.module.eval().requires_grad_(False)
-        return twin
-
-    @cached_property
-    def gradient(self) -> Tensor:
-        """One vector for all gradients, made when it is first needed: the parameters' `.grad` are views into it."""
-        gradient = torch.zeros_like(self.weights)
-        for parameter, view in zip(self.module.parameters(), self.layout.views(gradient).values(), strict=True):
-            parameter.grad = view
-        return gradient
+    @contextmanager
+    def standing_at(self, weights: Tensor, buffers: Tensor) -> Iterator[None]:
+        """Within this context the module is a frozen model: other weights and statistics, in evaluation mode."""
+        own, statistics, training = self.weights, self.buffers.clone(), self.module.training
+        self.bind(weights)
+        self.buffers.copy_(buffers)
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.bind(own)
+            self.buffers.copy_(statistics)
+            self.module.train(training)
 
     def differentiate(self, objective: Tensor) -> Tensor:
-        """The gradient of a scalar with respect to the weights, in the buffer that the next call overwrites."""
-        self.gradient.zero_()
+        """The gradient of a scalar with respect to the weights, in a vector of its own."""
+        gradient = torch.zeros_like(self.weights)
+        parameters = list(self.module.parameters())
+        for parameter, view in zip(parameters, self.layout.views(gradient).values(), strict=True):
+            parameter.grad = view
         objective.backward()
-        return self.gradient
+        for parameter in parameters:
+            parameter.grad = None
+        return gradient
 
     def partials(self, objective: Tensor) -> list[Tensor]:
         """The gradient as autograd makes it, a tensor for each parameter; zeros for one that has no part in it.
@@ -195,13 +200,10 @@ class Network:
         By `backward`, because `autograd.grad` refuses modules that checkpoint their activations by re-entering it.
         """
         parameters = list(self.module.parameters())
-        views = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
         objective.backward()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in parameters]
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.grad = view
+        for parameter in parameters:
+            parameter.grad = None
         return [gradient.contiguous() for gradient in gradients]
 
     def differentiate_head(self, objective: Tensor) -> Tensor:

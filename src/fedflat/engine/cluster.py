@@ -24,7 +24,8 @@ from fedflat.engine.wire import Arrays, arrays, numbers, vectors
 from fedflat.errors import FedflatError, RecipeError, TrainingError
 from fedflat.federation.datasets import Samples
 from fedflat.metrics import Score
-from fedflat.parts import ServerState, Upload, Uploads
+from fedflat.parts import Upload, Uploads
+from fedflat.state import ServerState
 from fedflat.store import Memory, Scratch
 
 RETRIES = 3  # of a task whose node or process was lost, after which it is the client's fault

@@ -11,7 +11,8 @@ from torch import Tensor
 from fedflat.client import Brief, Problem, Question, Refusal, Worker, mishap
 from fedflat.engine.engine import chunks, groups, one_thread
 from fedflat.metrics import Score
-from fedflat.parts import ServerState, Upload, Uploads
+from fedflat.parts import Upload, Uploads
+from fedflat.state import ServerState
 from fedflat.store import Memory, Scratch
 
 

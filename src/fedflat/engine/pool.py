@@ -30,7 +30,8 @@ from fedflat.engine.shared import RECORD, Mishap, Shared, Task
 from fedflat.engine.worker import serve
 from fedflat.errors import TrainingError
 from fedflat.metrics import Score
-from fedflat.parts import ServerState, Upload, Uploads
+from fedflat.parts import Upload, Uploads
+from fedflat.state import ServerState
 from fedflat.store import Memory, Scratch
 
 # Forked workers begin at once with torch and the data in place; where forking is not safe they import and map them.

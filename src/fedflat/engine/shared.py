@@ -13,7 +13,8 @@ from torch import Tensor
 from fedflat.client import Problem, Worker
 from fedflat.engine.wire import numbers
 from fedflat.errors import FedflatError, RunError
-from fedflat.parts import ServerState, Upload
+from fedflat.parts import Upload
+from fedflat.state import ServerState
 from fedflat.store import ADVICE, Memory, Scratch, Table, Tables
 
 Numbers = dict[str, Any]
@@ -52,7 +53,8 @@ class Shared:
     def __init__(self, scratch: Scratch, problem: Problem, state: ServerState, slots: int, workers: int) -> None:
         size, statistics, dtype = problem.network.size, problem.network.buffers.numel(), state.weights.dtype
         shared = 0 if "buffers" in problem.memory else statistics
-        sent = {name: vector.numel() for name, vector in problem.method.send(state).items()}
+        found = problem.method.found.sent
+        sent = {"weights": size} | {name: size if n is None else n for name, n in found.items()}
         uploads = dict.fromkeys(("delta", *problem.method.uploads), size)
         self.board = Tables(scratch.path / "sent", 1, {**sent, "buffers": shared}, dtype)
         shown = {"weights": size, "buffers": statistics, "vector": size}

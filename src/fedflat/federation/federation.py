@@ -59,6 +59,11 @@ class Federation:
         """nᵢ m / N: a client's size relative to the mean client."""
         return self.samples(client) * self.clients / self._total
 
+    @property
+    def mean_samples(self) -> float:
+        """N/m, the size of the mean client."""
+        return self._total / self.clients
+
     @cached_property
     def _total(self) -> int:
         return sum(map(len, self.shards))
@@ -138,7 +143,7 @@ class Federation:
         )
 
 
-def batch_steps(samples: int, batch: int, epochs: int, steps: int | None) -> int:
+def batch_steps(samples: float, batch: int, epochs: int, steps: int | None) -> int:
     """K: the number of local steps, ⌈n/B⌉ an epoch; batch 0 means all samples at once.
 
     >>> batch_steps(12, batch=5, epochs=3, steps=None), batch_steps(12, batch=0, epochs=3, steps=None)

@@ -14,8 +14,8 @@ from fedflat.federation.federation import Federation
 from fedflat.flatness.objective import Objective
 from fedflat.local import Batch
 from fedflat.metrics import bytes_of
-from fedflat.parts import ServerState
 from fedflat.randomness import generator
+from fedflat.state import ServerState
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,12 @@ from fedflat.flower.own import NOBODY, DataHook, own_problem
 from fedflat.flower.shelf import Mark
 from fedflat.folder import write_whole, written_to
 from fedflat.metrics import Score, bytes_of
-from fedflat.parts import ServerState, Upload, Uploads
+from fedflat.parts import Upload, Uploads
 from fedflat.prepare import in_full, sharpness_portion
 from fedflat.recipe import Checkpoint, Recipe, load, overridden
 from fedflat.run import execute
 from fedflat.signals import CAUGHT
+from fedflat.state import ServerState
 
 POLL = 0.2  # seconds between two looks for replies; Flower's own loop naps for three
 HELLO = 120.0  # seconds that a new node may take to say which client it is

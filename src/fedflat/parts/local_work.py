@@ -50,9 +50,6 @@ class MetaStep(Part):
     takes two batches, so an epoch has half as many steps.
     """
 
-    place = "ascent"
-    gradients = 2
-
     alpha: float = option(0.01, "inner learning rate α", low=0)
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,130 +11,37 @@ from torch import Tensor
 
 from fedflat.errors import RecipeError
 from fedflat.local import LocalRule, Outcome, Vectors
+from fedflat.parts.uploads import Upload, Uploads
 
 Crowd = Literal["all", "active"]
-Place = Literal["", "average", "ascent", "server", "shown"]
+Stage = Literal["client", "server", "evaluation"]
+Sight = Literal["average", "each"]
+Protection = Literal["", "upload", "average"]
 
 
 @dataclass(frozen=True)
-class ServerState:
-    """What the server holds between rounds, and in `move` what it adds to the weights.
+class ServerView:
+    """The server as one part sees it: facts of the round, and under `view["name"]` the part's own state.
 
-    In a merge the move begins as the average of the clients' Δ, and each part may change it. `cohort` is the number of
-    clients that the recipe expects in a round; draws are made from the seed and the round.
+    `start` is what the clients start from: the weights wᵗ, unless a part changed it. `lr` is η_g; `cohort` is the
+    number of clients that the recipe expects in a round; draws are made from the seed and the round.
     """
 
     weights: Tensor
-    buffers: Tensor
-    move: Tensor
-    vectors: Vectors
+    start: Tensor
     round: int
     clients: int
+    vectors: Vectors = field(default_factory=dict)
     lr: float = 1.0
     seed: int = 0
     cohort: float = 1.0
 
-    @property
-    def arrival(self) -> Tensor:
-        """w + η_g · move: where the weights will be if no further part changes the move."""
-        return torch.add(self.weights, self.move, alpha=self.lr)
-
     def __getitem__(self, name: str) -> Tensor:
         return self.vectors[name]
 
-    def update(self, move: Tensor | None = None, **vectors: Tensor) -> ServerState:
-        """The state with some of its vectors, and perhaps the move, replaced."""
-        return replace(self, vectors={**self.vectors, **vectors}, move=self.move if move is None else move)
-
-
-@dataclass(frozen=True)
-class Upload:
-    """What one client sends back, and what it keeps: `memory` stays with the client and never reaches a merge."""
-
-    client: int
-    samples: int
-    steps: int
-    lr: float
-    loss: float
-    delta: Tensor
-    vectors: Vectors = field(default_factory=dict)
-    memory: Vectors = field(default_factory=dict)
-    notes: dict[str, float] = field(default_factory=dict)
-
-    @cached_property
-    def norm(self) -> float:
-        """‖Δ‖; it is not finite if any entry of Δ is not."""
-        return float(torch.linalg.vector_norm(self.delta))
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.delta if name == "delta" else self.vectors[name]
-
-
-class Uploads(Sequence[Upload]):
-    """The uploads of a round, with every sum made in one order: that of the clients given, or of their numbers.
-
-    They may still be coming in: the sum of the Δᵢ is made while others train, as far as the clients have come without a
-    gap but for those who are `away`. If `release` is given no Δᵢ is kept beyond that, and it is told whose can go.
-    """
-
-    def __init__(
-        self,
-        arriving: Iterable[Upload],
-        by: Literal["uniform", "samples"],
-        order: Sequence[int] = (),
-        away: Set[int] = frozenset(),
-        release: Callable[[int], None] | None = None,
-    ) -> None:
-        self._by, self._release = by, release
-        self._delta = torch.zeros(0)
-        self._uploads: list[Upload] = []
-        self._shares: list[int] = []
-        waiting, due = dict[int, Upload](), deque(order)
-        for upload in arriving:
-            waiting[upload.client] = upload
-            while due and (due[0] in waiting or due[0] in away):
-                self._take(waiting, due.popleft())
-        for client in [*due, *sorted(waiting)]:
-            self._take(waiting, client)
-        total = sum(self._shares)
-        self.weights = [share / total for share in self._shares]
-        self._delta.div_(total or 1)
-
-    def _take(self, waiting: dict[int, Upload], client: int) -> None:
-        if client in waiting:
-            self._add(waiting.pop(client))
-
-    def _add(self, upload: Upload) -> None:
-        share = upload.samples if self._by == "samples" else 1
-        if self._uploads:
-            self._delta.add_(upload.delta, alpha=share)
-        else:
-            self._delta = upload.delta * share
-        if self._release:
-            upload = replace(upload, delta=upload.delta.new_empty(0))
-            self._release(upload.client)
-        self._uploads.append(upload)
-        self._shares.append(share)
-
-    def __len__(self) -> int:
-        return len(self._uploads)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._uploads[index]
-
-    def __iter__(self) -> Iterator[Upload]:
-        return iter(self._uploads)
-
-    def sum(self, name: str, weights: Sequence[float] | None = None) -> Tensor:
-        """Σᵢ pᵢ xᵢ over the uploads, with pᵢ = 1 unless weights are given."""
-        total = torch.zeros_like(self._uploads[0][name])
-        for upload, weight in zip(self._uploads, weights or [1.0] * len(self), strict=True):
-            total.add_(upload[name], alpha=weight)
-        return total
-
-    def average(self, name: str) -> Tensor:
-        """Σᵢ pᵢ xᵢ with the recipe's weights, uniform or by samples."""
-        return self._delta if name == "delta" else self.sum(name, self.weights)
+    def arrival(self, move: Tensor) -> Tensor:
+        """w + η_g · move: where the weights will be if no further part changes the move."""
+        return torch.add(self.weights, move, alpha=self.lr)
 
 
 def option(
@@ -193,50 +97,26 @@ class Range:
 
 @dataclass(frozen=True)
 class Part:
-    """One idea. It holds only its hyper-parameters; state is passed in and out, and randomness is an argument.
+    """One idea. It holds only its hyper-parameters: state is passed in and out, and randomness is an argument.
 
-    A subclass says what it keeps by plain class attributes, as in `memory = ("drift",)`.
+    What a chain passes on is threaded: each part gets what the one before it made. Names are the part's own: another
+    part's state, memory and messages are out of its sight, even where they have the same names.
+
+        server   broadcast    what goes down to the clients beside the weights
+        client   plan         this part's ingredients of the local step
+        client   report       the upload as this part changes it, and what the client keeps
+        server   merge        the move as this part changes it, and the part's new state
+
+    What a part is given is only to be read; what it returns is its own. A `Method` runs all four on a small example
+    when it is made. It sees there who writes what, and refuses parts that would overwrite each other.
     """
 
-    @property
-    def memory(self) -> tuple[str, ...]:
-        """Names of the vectors that each client keeps between rounds."""
-        return ()
-
-    @property
-    def state(self) -> tuple[str, ...]:
-        """Names of the vectors that the server keeps between rounds."""
-        return ()
-
-    @property
-    def uploads(self) -> tuple[str, ...]:
-        """Names of the vectors of size d that go up beside Δ."""
-        return ()
-
-    @property
-    def figures(self) -> dict[str, int]:
-        """The few numbers that go up beside them, each with its length."""
-        return {}
-
-    @property
-    def place(self) -> Place:
-        """What only one part of a method can be: the ascent, the average, the server's step, the model shown."""
-        return ""
-
-    @property
-    def references(self) -> int:
-        """How many frozen models are run on every batch."""
-        return 0
-
-    @property
-    def gradients(self) -> int:
-        """Forward and backward passes in every step."""
-        return 1
-
-    # What an ascent wants to see of each pass beside the logits, and whether it also works on rows of clients.
-    features: ClassVar[bool] = False
-    activations: ClassVar[bool] = False
-    rows: ClassVar[bool] = False
+    # When it merges: with the clients' corrections, with the server's step, or after it, when the new model is known.
+    stage: ClassVar[Stage] = "client"
+    # What its merge may look at: sums and averages of the uploads, or each of them.
+    sees: ClassVar[Sight] = "average"
+    # What it protects: each upload on the client, or the average on the server.
+    protects: ClassVar[Protection] = ""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -245,32 +125,61 @@ class Part:
                 raise RecipeError(f"{type(self).__name__}.{f.name} = {value!r}: must be {f.metadata['range']}")
 
     def first_state(self, weights: Tensor) -> Vectors:
-        """What the server keeps before round 0: zeros."""
-        return {name: torch.zeros_like(weights) for name in self.state}
+        """What the server keeps for this part before round 0, given the initial weights."""
+        return {}
 
     def first_memory(self, initial: Tensor) -> Vectors:
-        """What a client keeps before its first round, given the initial weights of the federation: zeros."""
-        return {name: torch.zeros_like(initial) for name in self.memory}
+        """What a client keeps for this part before its first round, given the initial weights of the federation."""
+        return {}
 
-    def send(self, server: ServerState) -> Vectors:
-        """Server side, before the round: vectors that go down beside the weights."""
+    def broadcast(self, server: ServerView) -> Vectors:
+        """Server side, before the round: vectors that go down beside the weights.
+
+        A vector named "weights" goes down in place of `server.start`, and the clients start there.
+        """
         return {}
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        """Client side, before training: what this part adds to the client's rule. Sent and memory are only read."""
+        """Client side, before training: the rule with this part's ingredients.
+
+        Args:
+            rule: the rule as the parts before this one have made it.
+            sent: what this part broadcast, and under "weights" what the client starts from.
+            memory: what the client keeps for this part.
+        """
         return rule
 
-    def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
-        """Client side, after training: the vectors to remember, and those to upload.
+    def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
+        """Client side, after training: the upload as this part changes it, and what the client keeps for this part.
 
-        An upload named "delta" goes up in place of the outcome's Δ.
+        Args:
+            upload: the upload as the parts before this one have made it; `upload.update(delta=..., name=...)` changes
+                its Δ and adds vectors of this part's own.
+            outcome: how the training went; `outcome.delta` is how far the client moved, whatever it uploads.
         """
-        return {}, {}
+        return upload, memory
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
-        """Server side, after the round: the new state, and perhaps another move."""
-        return server
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        """Server side, after the round: the move as this part changes it, and the part's state as far as it is new.
 
-    def shown(self, server: ServerState) -> Tensor | None:
+        Args:
+            move: the average of the clients' Δ as the parts before this one have changed it; the server goes to
+                `server.weights + server.lr * move`.
+            uploads: the round's uploads; single ones can be had only if the part declares `sees = "each"`.
+        """
+        return move, {}
+
+    def evaluated(self, server: ServerView) -> Tensor | None:
         """Server side: the weights to evaluate in place of the server's, if this part has others."""
         return None
+
+
+@dataclass(frozen=True)
+class Wrapper(Part):
+    """A part around another one, whose plan it uses in a way of its own. The chain keeps the inner part's drawers."""
+
+    part: Part
+
+    def wrap(self, rule: LocalRule, inner: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
+        """The rule, given the `inner` rule that has the wrapped part's ingredients and no others."""
+        raise NotImplementedError

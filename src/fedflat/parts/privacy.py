@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fedflat.local import Outcome, Vectors
-from fedflat.parts.part import Part, ServerState, Uploads, option
+from fedflat.parts.part import Part, ServerView, option
+from fedflat.parts.uploads import Upload, Uploads
 from fedflat.randomness import generator
 
 Entropy = Literal["recipe", "system"]
@@ -56,13 +57,14 @@ class CentralPrivacy(Privacy):
     update, and all weights are one.
     """
 
-    place = "average"
+    sees = "each"
+    protects = "average"
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         total = self.drawn(server.weights, server.seed, server.round)
         for upload in uploads:
             total += self.clipped(upload.delta)
-        return server.update(move=total / server.cohort)
+        return total / server.cohort, {}
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,21 @@ class LocalPrivacy(Privacy):
 
         upload  Δᵢ min(1, C/‖Δᵢ‖) + N(0, z² C² I)
 
-    The average and all that follows are the method's own. With `entropy = "recipe"` whoever knows the seed can take the
-    noise away again, the server first of all: for simulations only.
+    Δᵢ is the update as all other parts have made it: the protection is the last thing that happens to an upload, in
+    whatever order a method is written. The average and all that follows are the method's own. With
+    `entropy = "recipe"` whoever knows the seed can take the noise away again, the server first of all: for simulations
+    only.
 
     Deviations: the paper clips the client's weights, and its server adds noise of its own before it sends; here the
     update is clipped, and what the server does with noisy uploads cannot weaken their privacy.
     """
 
-    def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
+    protects = "upload"
+
+    def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
         rule = outcome.rule
-        noise = self.drawn(outcome.delta, rule.seed, rule.round, rule.client)
-        return {}, {"delta": self.clipped(outcome.delta) + noise}
+        noise = self.drawn(upload.delta, rule.seed, rule.round, rule.client)
+        return upload.update(delta=self.clipped(upload.delta) + noise), {}
 
 
 def system_normal(size: int) -> Tensor:

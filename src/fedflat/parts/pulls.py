@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fedflat.local import LocalRule, Outcome, Vectors
-from fedflat.parts.part import Crowd, Part, ServerState, Uploads, option
+from fedflat.parts.part import Crowd, Part, ServerView, option
+from fedflat.parts.uploads import Upload, Uploads
 
-
-def pulled(rule: LocalRule, pull: Tensor, decay: float = 0.0) -> LocalRule:
-    """The rule with one more pull and decay."""
-    return replace(rule, pull=pull if rule.pull is None else rule.pull + pull, decay=rule.decay + decay)
+Quadratic = Literal["decay", "clipped", "none"]
+Division = Literal["steps", "momentum", "common"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Proximal(Part):
     mu: float = option(0.1, "weight μ of the proximal term", low=0)
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        return pulled(rule, -self.mu * sent["weights"], self.mu)
+        return rule.with_pull(-self.mu * sent["weights"], self.mu)
 
 
 @dataclass(frozen=True)
@@ -38,35 +39,45 @@ class DynamicDual(Part):
 
     where hᵢ is the gradient memory divided by −λ, so that h̄ is the mean over all m clients' hᵢ.
 
-    Deviations: with `dual = "active"` h̄ is the mean over the round's clients, as the FedSpeed paper has it (its code
-    uses all); they then upload hᵢ too. With `balanced` λ is divided by nᵢ m/N, as in FedDyn's and FedDC's own code.
+    Options: with `dual = "active"` h̄ is the mean over the round's clients, as the FedSpeed paper has it (its code uses
+    all); they then upload hᵢ too. With `balanced` λ is divided by nᵢ m/N, as in the code of FedDyn, FedDC and MAN.
+    `quadratic` says where λ w stands: with the weight decay, outside of the authors' clip (`decay`); inside the clip
+    (`clipped`, FedDC); or nowhere, with λ wᵗ, so that only λ hᵢ is left (`none`, FedGMT). `gain` multiplies Δᵢ in the
+    updates of hᵢ and h̄. With `direction_only` hᵢ serves FedSoL as a direction: nothing enters the server's average.
     """
-
-    memory = ("drift",)
-    state = ("mean_drift",)
 
     penalty: float = option(0.1, "weight λ of the quadratic penalty (α in FedDyn, 1/β in FedSMOO)", low=0)
     dual: Crowd = option("all", "whose duals the server averages", choices=("all", "active"))
     balanced: bool = option(False, "divide λ by the client's relative size nᵢ m/N")
+    quadratic: Quadratic = option("decay", "where λ w stands", choices=("decay", "clipped", "none"))
+    gain: float = option(1.0, "factor on Δᵢ in the dual's update", low=0)
+    direction_only: bool = option(False, "only point the way for FedSoL")
 
-    @property
-    def uploads(self) -> tuple[str, ...]:
-        return ("drift",) if self.dual == "active" else ()
+    def first_state(self, weights: Tensor) -> Vectors:
+        return {} if self.direction_only else {"mean_drift": torch.zeros_like(weights)}
+
+    def first_memory(self, initial: Tensor) -> Vectors:
+        return {"drift": torch.zeros_like(initial)}
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         penalty = self.penalty / rule.share if self.balanced else self.penalty
-        return pulled(rule, penalty * (memory["drift"] - sent["weights"]), penalty)
+        if self.quadratic == "none":
+            return rule.with_pull(penalty * memory["drift"])
+        pull = penalty * (memory["drift"] - sent["weights"])
+        return rule.with_pull(pull, penalty) if self.quadratic == "decay" else rule.with_pull(pull, spring=penalty)
 
-    def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
-        drift = memory["drift"] + outcome.delta
-        return {"drift": drift}, dict.fromkeys(self.uploads, drift)
+    def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
+        drift = torch.add(memory["drift"], outcome.delta, alpha=self.gain)
+        return (upload.update(drift=drift) if self.dual == "active" else upload), {"drift": drift}
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        if self.direction_only:
+            return move, {}
         if self.dual == "active":
             mean_drift = uploads.average("drift")
         else:
-            mean_drift = server["mean_drift"] + uploads.sum("delta") / server.clients
-        return server.update(move=server.move + mean_drift, mean_drift=mean_drift)
+            mean_drift = server["mean_drift"] + self.gain * uploads.sum("delta") / server.clients
+        return move + mean_drift, {"mean_drift": mean_drift}
 
 
 @dataclass(frozen=True)
@@ -78,36 +89,46 @@ class ControlVariates(Part):
 
     so that c stays the mean of all cᵢ. K is the client's own number of steps.
 
-    Deviations: with `momentum_aware` K is the effective number of momentum steps, as in the FedSoL authors' code, whose
-    server uses the sampling ratio in place of n/m; the two differ only where ratio · m is no whole number. With
-    `balanced` (FedDC) c is divided, and the upload multiplied, by nᵢ m/N.
+    Options: `division` says what Δᵢ is divided by. `steps` is K η. `momentum` takes the effective number of momentum
+    steps, as in the FedSoL authors' code, whose server uses the sampling ratio in place of n/m; the two differ only
+    where ratio · m is not a whole number. `common` is K̄ η₀ as in FedDC's code: the K̄ of a client of mean size for
+    everybody, and the learning rate of round 0. With `balanced` (FedDC) c is divided, and the upload multiplied, by
+    nᵢ m/N. With `direction_only` c − cᵢ serves FedSoL as a direction. It never entered the step then, so nothing of it
+    is taken out again: cᵢ⁺ = −Δᵢ/(K η), the client's mean gradient.
     """
 
-    memory = ("control",)
-    state = ("controls",)
-
-    momentum_aware: bool = option(False, "divide by the effective number of momentum steps")
+    division: Division = option("steps", "what Δᵢ is divided by", choices=("steps", "momentum", "common"))
     balanced: bool = option(False, "weigh the correction by the client's relative size nᵢ m/N")
+    direction_only: bool = option(False, "only point the way for FedSoL")
 
-    uploads = ("control_change",)
+    def first_state(self, weights: Tensor) -> Vectors:
+        return {"controls": torch.zeros_like(weights)}
 
-    def send(self, server: ServerState) -> Vectors:
+    def first_memory(self, initial: Tensor) -> Vectors:
+        return {"control": torch.zeros_like(initial)}
+
+    def broadcast(self, server: ServerView) -> Vectors:
         return {"controls": server["controls"]}
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        return pulled(rule, sent["controls"] / self._share(rule) - memory["control"])
+        return rule.with_pull(sent["controls"] / self._share(rule) - memory["control"])
 
-    def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
-        rule, share = outcome.rule, self._share(outcome.rule)
-        steps = rule.effective_steps if self.momentum_aware else rule.steps
-        change = -sent["controls"] / share - outcome.delta / (steps * rule.mean_lr)
-        return {"control": memory["control"] + change}, {"control_change": share * change}
+    def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
+        share = self._share(outcome.rule)
+        applied = memory["control"] if self.direction_only else sent["controls"] / share
+        change = -applied - outcome.delta / self._divisor(outcome.rule)
+        return upload.update(control_change=share * change), {"control": memory["control"] + change}
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
-        return server.update(controls=server["controls"] + uploads.sum("control_change") / server.clients)
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        return move, {"controls": server["controls"] + uploads.sum("control_change") / server.clients}
 
     def _share(self, rule: LocalRule) -> float:
         return rule.share if self.balanced else 1.0
+
+    def _divisor(self, rule: LocalRule) -> float:
+        if self.division == "common":
+            return rule.typical_steps * rule.first_lr
+        return (rule.effective_steps if self.division == "momentum" else rule.steps) * rule.mean_lr
 
 
 @dataclass(frozen=True)
@@ -122,16 +143,19 @@ class ClientMomentum(Part):
     Deviations: each Δᵢ is divided by that client's own K; the authors use one K for all.
     """
 
-    state = ("direction",)
+    sees = "each"
 
     mix: float = option(0.1, "share α of the client's own gradient", low=0, high=1, open_low=True)
 
-    def send(self, server: ServerState) -> Vectors:
+    def first_state(self, weights: Tensor) -> Vectors:
+        return {"direction": torch.zeros_like(weights)}
+
+    def broadcast(self, server: ServerView) -> Vectors:
         return {"direction": server["direction"]}
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        return pulled(replace(rule, scale=rule.scale * self.mix), (1 - self.mix) * sent["direction"])
+        return replace(rule, scale=rule.scale * self.mix).with_pull((1 - self.mix) * sent["direction"])
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         weights = [-w / (u.steps * u.lr) for w, u in zip(uploads.weights, uploads, strict=True)]
-        return server.update(direction=uploads.sum("delta", weights))
+        return move, {"direction": uploads.sum("delta", weights)}

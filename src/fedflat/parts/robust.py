@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedflat.parts.part import Part, ServerState, Uploads, option
+from fedflat.local import Vectors
+from fedflat.parts.part import Part, ServerView, option
+from fedflat.parts.uploads import Uploads
 
 SPAN = 1 << 16  # coordinates at a time: sorting the whole cohort's Δ at once would hold it twice in memory
 
@@ -23,14 +25,14 @@ class TrimmedMean(Part):
     Deviations: none.
     """
 
-    place = "average"
+    sees = "each"
 
     trim: float = option(0.1, "share of the clients left out at either end; 0.5 = the median", low=0, high=0.5)
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         cut = min(int(self.trim * len(uploads) + 1e-9), (len(uploads) - 1) // 2)
         spans = [upload.delta.split(SPAN) for upload in uploads]
-        return server.update(move=torch.cat([_middle(torch.stack(rows), cut) for rows in zip(*spans, strict=True)]))
+        return torch.cat([_middle(torch.stack(rows), cut) for rows in zip(*spans, strict=True)]), {}
 
 
 def _middle(rows: Tensor, cut: int) -> Tensor:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.parts.ascent import along
-from fedflat.parts.part import Part, ServerState, Uploads, option
+from fedflat.parts.part import Part, ServerView, option
+from fedflat.parts.uploads import Upload, Uploads
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,7 @@ class AdaptiveServer(Part):
     Deviations: v begins at `v0`; the paper asks for at least τ², the FedSMOO authors' code begins at 0.
     """
 
-    place = "server"
-    state = ("first_moment", "second_moment")
+    stage = "server"
 
     rule: Literal["adam", "yogi", "adagrad"] = option("adam", "which v", choices=("adam", "yogi", "adagrad"))
     server_lr: float = option(0.1, "server learning rate η_g", low=0, open_low=True)
@@ -39,18 +39,17 @@ class AdaptiveServer(Part):
     def first_state(self, weights: Tensor) -> Vectors:
         return {"first_moment": torch.zeros_like(weights), "second_moment": torch.full_like(weights, self.v0)}
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
-        u, v = server.move, server["second_moment"]
-        m = self.beta1 * server["first_moment"] + (1 - self.beta1) * u
-        square = u.square()
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        v = server["second_moment"]
+        m = self.beta1 * server["first_moment"] + (1 - self.beta1) * move
+        square = move.square()
         if self.rule == "adam":
             v = self.beta2 * v + (1 - self.beta2) * square
         elif self.rule == "yogi":
             v = v - (1 - self.beta2) * square * torch.sign(v - square)
         else:
             v = v + square
-        move = self.server_lr * m / (v.sqrt() + self.tau)
-        return server.update(move=move, first_moment=m, second_moment=v)
+        return self.server_lr * m / (v.sqrt() + self.tau), {"first_moment": m, "second_moment": v}
 
 
 @dataclass(frozen=True)
@@ -64,18 +63,20 @@ class ServerMomentum(Part):
     the formula.
     """
 
-    place = "server"
-    state = ("momentum",)
+    stage = "server"
 
     beta: float = option(0.9, "momentum β", low=0, high=1)
     lookahead: bool = option(False, "let the clients start from w + β m")
 
-    def send(self, server: ServerState) -> Vectors:
-        return {"weights": server.weights + self.beta * server["momentum"]} if self.lookahead else {}
+    def first_state(self, weights: Tensor) -> Vectors:
+        return {"momentum": torch.zeros_like(weights)}
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
-        momentum = self.beta * server["momentum"] + server.move
-        return server.update(move=momentum, momentum=momentum)
+    def broadcast(self, server: ServerView) -> Vectors:
+        return {"weights": server.start + self.beta * server["momentum"]} if self.lookahead else {}
+
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        momentum = self.beta * server["momentum"] + move
+        return momentum, {"momentum": momentum}
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,12 @@ class ServerStep(Part):
     Deviations: none; the released code has α = 1.
     """
 
-    place = "server"
+    stage = "server"
 
     alpha: float = option(1.5, "how far, in units of the average move", low=0, open_low=True)
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
-        return server.update(move=self.alpha * server.move)
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        return self.alpha * move, {}
 
 
 @dataclass(frozen=True)
@@ -105,19 +106,20 @@ class ServerAscent(Part):
     Deviations: the released code's ramp sits at its end after one round; ours is the paper's.
     """
 
-    state = ("pseudo_gradient",)
-
     rho_server: float = option(0.15, "radius ρ of the server's perturbation", low=0)
     start: float = option(0.001, "radius in round 0 if it is ramped up", low=0)
     ramp: int = option(0, "rounds until the radius is ρ; 0 = at once", low=0)
 
-    def send(self, server: ServerState) -> Vectors:
+    def first_state(self, weights: Tensor) -> Vectors:
+        return {"pseudo_gradient": torch.zeros_like(weights)}
+
+    def broadcast(self, server: ServerView) -> Vectors:
         progress = min(server.round / self.ramp, 1.0) if self.ramp else 1.0
         radius = self.start + (self.rho_server - self.start) * progress if self.ramp else self.rho_server
-        return {"weights": server.weights + along(server["pseudo_gradient"], radius)}
+        return {"weights": server.start + along(server["pseudo_gradient"], radius)}
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
-        return server.update(pseudo_gradient=-uploads.average("delta"))
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        return move, {"pseudo_gradient": -uploads.average("delta")}
 
 
 @dataclass(frozen=True)
@@ -132,25 +134,29 @@ class NormalisedAveraging(Part):
     Deviations: the FedSoL repository adds a correction to FedNova whose global half is never updated; it is not here.
     """
 
-    place = "average"
-    figures: ClassVar = {"normaliser": 2}
+    sees = "each"
 
-    def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
+    def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
         rule = outcome.rule
         proximal = _proximal_steps(rule)
-        a, tau = (proximal, rule.steps) if rule.decay else (rule.effective_steps, rule.effective_steps)
-        return {}, {"normaliser": outcome.delta.new_tensor([a, tau])}
+        a, tau = (proximal, rule.steps) if _proximal(rule) else (rule.effective_steps, rule.effective_steps)
+        return upload.update(normaliser=outcome.delta.new_tensor([a, tau])), {}
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         pairs = [(w, upload["normaliser"].tolist()) for w, upload in zip(uploads.weights, uploads, strict=True)]
         tau = sum(w * steps for w, (_, steps) in pairs)
-        return server.update(move=uploads.sum("delta", [tau * w / a for w, (a, _) in pairs]))
+        return uploads.sum("delta", [tau * w / a for w, (a, _) in pairs]), {}
+
+
+def _proximal(rule: LocalRule) -> float:
+    """μ of all proximal terms together."""
+    return rule.decay + rule.spring
 
 
 def _proximal_steps(rule: LocalRule) -> float:
     a = 0.0
     for _ in range(rule.steps):
-        a = (1 - rule.lr * rule.decay) * a + 1
+        a = (1 - rule.lr * _proximal(rule)) * a + 1
     return a
 
 
@@ -165,8 +171,7 @@ class WeightAveraging(Part):
     Deviations: the learning rate is not cycled; their code cycles it on the absolute round.
     """
 
-    state = ("swa",)
-    place = "shown"
+    stage = "evaluation"
 
     start: int = option(10, "round from which the average runs", low=0)
     every: int = option(1, "rounds between two models of the average", low=1)
@@ -174,14 +179,60 @@ class WeightAveraging(Part):
     def first_state(self, weights: Tensor) -> Vectors:
         return {"swa": weights.clone()}
 
-    def merge(self, server: ServerState, uploads: Uploads) -> ServerState:
-        done, new = server.round + 1, server.arrival
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        done, new = server.round + 1, server.arrival(move)
         if done <= self.start:
-            return server.update(swa=new)
+            return move, {"swa": new}
         if (done - self.start) % self.every:
-            return server
+            return move, {}
         k = (done - self.start) // self.every - 1
-        return server.update(swa=server["swa"] + (new - server["swa"]) / (k + 1))
+        return move, {"swa": server["swa"] + (new - server["swa"]) / (k + 1)}
 
-    def shown(self, server: ServerState) -> Tensor | None:
+    def evaluated(self, server: ServerView) -> Tensor | None:
         return server["swa"] if server.round else None
+
+
+@dataclass(frozen=True)
+class ActiveModel(Part):
+    """Evaluate the average of the round's clients, mean_S wᵢ, before the server does anything else with it.
+
+    Chosen by `evaluation.model = "active"`; training goes on from the server's weights.
+    """
+
+    stage = "evaluation"
+
+    def first_state(self, weights: Tensor) -> Vectors:
+        return {"active": weights.clone()}
+
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        return move, {"active": server.start + uploads.average("delta")}
+
+    def evaluated(self, server: ServerView) -> Tensor | None:
+        return server["active"]
+
+
+@dataclass(frozen=True)
+class AllModels(Part):
+    """Evaluate the mean of all m clients' last models; one that never took part counts with the initial weights.
+
+    Chosen by `evaluation.model = "all"`, the model that MAN's authors score; training goes on from the server's
+    weights. Each client keeps its last model and uploads by how much it changed.
+    """
+
+    stage = "evaluation"
+
+    def first_state(self, weights: Tensor) -> Vectors:
+        return {"all": weights.clone()}
+
+    def first_memory(self, initial: Tensor) -> Vectors:
+        return {"last": initial.clone()}
+
+    def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
+        last = sent["weights"] + outcome.delta
+        return upload.update(change=last - memory["last"]), {"last": last}
+
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        return move, {"all": server["all"] + uploads.sum("change") / server.clients}
+
+    def evaluated(self, server: ServerView) -> Tensor | None:
+        return server["all"]

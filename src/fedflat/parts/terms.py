@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedflat.errors import RecipeError
-from fedflat.local import LocalRule, Outcome, Pass, Term, Vectors
-from fedflat.parts.part import Part, option
+from fedflat.local import LocalRule, Outcome, Pass, Vectors
+from fedflat.parts.part import Part, ServerView, option
+from fedflat.parts.uploads import Upload, Uploads
 
 Layers = Literal["all", "official_convnet"]
-
-
-def with_term(rule: LocalRule, term: Term) -> LocalRule:
-    """The rule with one more term."""
-    return replace(rule, terms=(*rule.terms, term))
 
 
 @dataclass(frozen=True)
@@ -37,17 +33,17 @@ class ActivationNorm(Part):
     layers: Layers = option("all", "which activations", choices=("all", "official_convnet"))
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        return with_term(rule, ActivationTerm(self.zeta, self.layers))
+        return rule.with_term(ActivationTerm(self.zeta, self.layers))
 
 
 @dataclass(frozen=True)
 class ActivationTerm:
     """ζ/2 Σ_l mean(a_l²) of one pass."""
 
+    activations: ClassVar[bool] = True
+
     zeta: float
     layers: Layers = "all"
-    features: bool = False
-    activations: bool = True
 
     def __call__(self, here: Pass) -> Tensor:
         norms = here.forward.squares
@@ -74,13 +70,11 @@ class Distillation(Part):
     z_g are the logits of the frozen global model on the same batch. As FedSoL's proximal loss, β and τ² cancel.
     """
 
-    references = 1
-
     tau: float = option(3.0, "temperature τ", low=0, open_low=True)
     beta: float = option(1.0, "weight β", low=0)
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        return with_term(rule, DistillationTerm(sent["weights"], self.tau, self.beta))
+        return rule.with_term(DistillationTerm(sent["weights"], self.tau, self.beta))
 
 
 def divergence(theirs: Tensor, ours: Tensor, tau: float) -> Tensor:
@@ -97,8 +91,6 @@ class DistillationTerm:
     anchor: Tensor
     tau: float
     beta: float
-    features: bool = False
-    activations: bool = False
 
     def __call__(self, here: Pass) -> Tensor:
         return self.beta * divergence(here.under(self.anchor).logits, here.logits, self.tau)
@@ -113,13 +105,11 @@ class NotTrueDistillation(Part):
     Deviations: none.
     """
 
-    references = 1
-
     beta: float = option(1.0, "weight β", low=0)
     tau: float = option(1.0, "temperature τ", low=0, open_low=True)
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        return with_term(rule, NotTrueTerm(sent["weights"], self.tau, self.beta))
+        return rule.with_term(NotTrueTerm(sent["weights"], self.tau, self.beta))
 
 
 @dataclass(frozen=True)
@@ -138,6 +128,35 @@ def _without(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class MovingTeacher(Part):
+    """Learn from a moving average of the global models (FedGMT):
+
+        client:  + γ τ² KL( softmax(z_T/τ) ‖ softmax(z/τ) ),      z_T = the teacher's logits, the mean over the batch
+        server:  teacher ← α · teacher + (1 − α) · w,             with the new w; it begins at the initial weights
+
+    Deviations: none.
+    """
+
+    stage = "evaluation"
+
+    gamma: float = option(1.0, "weight γ", low=0)
+    tau: float = option(3.0, "temperature τ", low=0, open_low=True)
+    alpha: float = option(0.95, "share α of the old teacher in the new one", low=0, high=1)
+
+    def first_state(self, weights: Tensor) -> Vectors:
+        return {"teacher": weights.clone()}
+
+    def broadcast(self, server: ServerView) -> Vectors:
+        return {"teacher": server["teacher"]}
+
+    def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
+        return rule.with_term(DistillationTerm(sent["teacher"], self.tau, self.gamma * self.tau**2))
+
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        return move, {"teacher": torch.lerp(server.arrival(move), server["teacher"], self.alpha)}
+
+
+@dataclass(frozen=True)
 class ModelContrast(Part):
     """Move the features towards the global model's and away from the client's last model's (MOON):
 
@@ -148,9 +167,6 @@ class ModelContrast(Part):
     Deviations: no projection head, as in the FedSoL authors' code.
     """
 
-    memory = ("previous",)
-    references = 2
-
     mu: float = option(0.1, "weight μ", low=0)
     tau: float = option(0.5, "temperature τ", low=0, open_low=True)
 
@@ -158,22 +174,22 @@ class ModelContrast(Part):
         return {"previous": initial}
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        return with_term(rule, ContrastTerm(sent["weights"], memory["previous"], self.mu, self.tau))
+        return rule.with_term(ContrastTerm(sent["weights"], memory["previous"], self.mu, self.tau))
 
-    def settle(self, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Vectors, Vectors]:
-        return {"previous": sent["weights"] + outcome.delta}, {}
+    def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
+        return upload, {"previous": sent["weights"] + outcome.delta}
 
 
 @dataclass(frozen=True)
 class ContrastTerm:
     """μ × the contrastive loss against two frozen models."""
 
+    features: ClassVar[bool] = True
+
     anchor: Tensor
     previous: Tensor
     mu: float
     tau: float
-    features: bool = True
-    activations: bool = False
 
     def __call__(self, here: Pass) -> Tensor:
         z, z_g, z_prev = (f.features for f in (here.forward, here.under(self.anchor), here.under(self.previous)))
@@ -198,7 +214,7 @@ class TopEigenvalue(Part):
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         chance = torch.Generator().manual_seed(0)
         start = torch.randn(sent["weights"].shape, generator=chance, dtype=sent["weights"].dtype).to(sent["weights"])
-        return with_term(rule, EigenvalueTerm(self.weight, self.steps, start / start.norm()))
+        return rule.with_term(EigenvalueTerm(self.weight, self.steps, start / start.norm()))
 
 
 @dataclass
@@ -208,8 +224,6 @@ class EigenvalueTerm:
     weight: float
     steps: int
     vector: Tensor
-    features: bool = field(default=False, init=False)
-    activations: bool = field(default=False, init=False)
 
     def __call__(self, here: Pass) -> Tensor:
         parameters = list(here.slope.network.module.parameters())
