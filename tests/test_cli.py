@@ -101,3 +101,4 @@ def test_verify_fails_when_a_file_deviates(tmp_path):
     done = fedflat("verify", good, bad, cwd=tmp_path)
     assert done.returncode == 1
     assert "deviates" in done.stdout
+    assert f"{bad} deviates in weights (1.00e-03)" in done.stdout

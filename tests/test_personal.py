@@ -5,7 +5,9 @@ import math
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import asdict, replace
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -24,7 +26,8 @@ from fedflat.federation.augment import normalise
 from fedflat.federation.federation import batch_indices
 from fedflat.method import Method
 from fedflat.methods import parse
-from fedflat.personal import ALONE, Mixture, Neighbours, Personal, nearest_labels, personalise, save, summary
+from fedflat.neighbours import Mixture, Neighbours, nearest_labels
+from fedflat.personal import ALONE, Personal, personalise, save, summary
 from fedflat.prepare import last_lr, load_run, prepare
 from fedflat.randomness import generator
 from fedflat.recipe import Local, load
@@ -96,7 +99,7 @@ def test_the_walk_is_plain_sgd_with_the_recipes_settings(digits, how):
     start = problem.network.weights.clone()
     _, ends = walk(problem, epochs=(3,), how=how, lr=0.02)
 
-    module = problem.network.frozen().module.requires_grad_(True)
+    module = deepcopy(problem.network.module)
     nn.utils.vector_to_parameters(start.clone(), module.parameters())
     sgd = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.7, weight_decay=0.01)
     for epoch in range(3):
@@ -118,7 +121,7 @@ def net(dtype=torch.float32, *between):
     return Network(nn.Sequential(nn.Flatten(), nn.Linear(64, 12), *between, nn.ReLU(), nn.Linear(12, 10)), dtype)
 
 
-@pytest.mark.parametrize("how", ["finetune", "knn", "local"])
+@pytest.mark.parametrize("how", ["finetune", "perfedavg", "knn", "local"])
 def test_one_epoch_and_four_more_are_five(digits, how):
     problem = Problem(digits, net(), Method(), Local(batch=16, lr=0.05, momentum=0.9))
     together, ends = walk(problem, epochs=(5, 1), how=how)
@@ -137,6 +140,116 @@ def test_results_are_the_same_again_and_in_any_order_of_clients(digits):
     assert results[0] == results[1] == sorted(results[2], key=lambda r: (r.client, r.epochs))
     assert torch.equal(problem.network.weights, weights) and torch.equal(problem.network.buffers, buffers)
     assert not problem.network.module.training
+
+
+class Dense:
+    """A client's walk by hand: the network of `net` in NumPy, its gradient by the chain rule, SGD as in the books."""
+
+    def __init__(self, problem, client):
+        self.local, self.w = problem.local, problem.network.weights.numpy().copy()
+        data, shard = problem.federation.dataset, problem.federation.shards[client]
+        self.x = np.asarray(normalise(data.train.inputs[shard], data.mean, data.std, torch.float64)).reshape(-1, 64)
+        self.y = data.train.labels[shard].numpy()
+        self.batches = [slice(at, at + self.local.batch) for at in range(0, len(self.y), self.local.batch)]
+
+    def layers(self, w):
+        a, b, c = 12 * 64, 12 * 64 + 12, 12 * 64 + 12 + 120
+        return w[:a].reshape(12, 64), w[a:b], w[b:c].reshape(10, 12), w[c:]
+
+    def forward(self, w, x):
+        """The features and the logits."""
+        first, bias, head, last = self.layers(w)
+        features = np.maximum(x @ first.T + bias, 0.0)
+        return features, features @ head.T + last
+
+    def gradient(self, w, batch):
+        x, y = self.x[batch], self.y[batch]
+        features, logits = self.forward(w, x)
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        out = (p / p.sum(1, keepdims=True) - np.eye(10)[y]) / len(y)
+        back = out @ self.layers(w)[2] * (features > 0)
+        return np.concatenate([(back.T @ x).ravel(), back.sum(0), (out.T @ features).ravel(), out.sum(0)])
+
+    def sgd(self, epochs, lr, decay=1.0):
+        m, wd, v = self.local.momentum, self.local.weight_decay, 0.0
+        for epoch in range(epochs):
+            for batch in self.batches:
+                v = m * v + self.gradient(self.w, batch) + wd * self.w
+                self.w = self.w - lr * decay**epoch * v
+        return self.w
+
+    def meta(self, pairs, lr, beta):
+        m, wd, v, stream = self.local.momentum, self.local.weight_decay, 0.0, cycle(self.batches)
+        for _ in range(pairs):
+            v = m * v + self.gradient(self.w, next(stream)) + wd * self.w
+            ahead = self.w - lr * v
+            v = m * v + self.gradient(ahead, next(stream)) + wd * self.w
+            self.w = self.w - beta * v
+        return self.w
+
+
+@pytest.fixture
+def unshuffled(digits):
+    local = Local(batch=20, lr=0.1, epochs=3, momentum=0.9, weight_decay=0.01)
+    method = parse("perfedavg(outer_lr=0.03)")
+    return Problem(replace(digits, dtype=torch.float64), net(torch.float64), method, local, shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("how", "by_hand"),
+    [
+        ("local", lambda dense, length: dense.sgd(4, 0.05, 0.99)),
+        ("finetune", lambda dense, length: dense.sgd(4, 0.05)),
+        ("knn", lambda dense, length: dense.sgd(4, 0.05)),
+        ("perfedavg", lambda dense, length: dense.meta(4 * math.ceil(length / 3), 0.05, 0.03)),
+    ],
+)
+def test_every_walk_is_the_one_by_hand(unshuffled, how, by_hand):
+    _, ends = walk(unshuffled, epochs=(1, 4), how=how, lr=0.05)
+    for client in (0, 3):
+        dense = Dense(unshuffled, client)
+        np.testing.assert_allclose(ends[client], by_hand(dense, len(dense.batches)), atol=1e-11)
+
+
+def test_per_fedavg_goes_on_with_the_methods_own_meta_steps_or_the_default_ones(unshuffled):
+    for method, beta in (("perfedavg(outer_lr=0.2)", 0.2), ("fedsam", 0.01)):
+        problem = replace(unshuffled, method=parse(method))
+        _, ends = walk(problem, epochs=(2,), how="perfedavg", lr=0.05)
+        dense = Dense(problem, 1)
+        expected = dense.meta(2 * math.ceil(len(dense.batches) / 3), 0.05, beta)
+        np.testing.assert_allclose(ends[1], expected, atol=1e-11)
+
+
+@pytest.mark.parametrize("mix_with", ["probabilities", "logits"])
+def test_knn_after_an_epoch_is_the_one_by_hand(unshuffled, mix_with):
+    """Fine-tuned, compared with the stored samples and mixed, all in NumPy."""
+    rule = Neighbours(k=4, mix=0.6, scale=0.5, capacity=10_000, mix_with=mix_with)
+    results = personalise(unshuffled, unshuffled.network.weights, (1,), "knn", neighbours=rule, size=SIZE, lr=0.05)
+    data = unshuffled.federation.dataset
+    for client, chosen in enumerate(unshuffled.federation.local_tests(0, SIZE)):
+        dense = Dense(unshuffled, client)
+        w = dense.sgd(1, 0.05)
+        asked = np.asarray(normalise(data.test.inputs[chosen], data.mean, data.std, torch.float64)).reshape(-1, 64)
+        keys, (queries, logits) = dense.forward(w, dense.x)[0], dense.forward(w, asked)
+        own = logits if mix_with == "logits" else np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        near = np.array([slow_knn(query, keys, dense.y, 10, rule) for query in queries])
+        answers = (0.6 * near + 0.4 * own).argmax(1)
+        assert results[client].accuracy_after == np.mean(answers == data.test.labels[chosen].numpy())
+
+
+@pytest.mark.parametrize("mix_with", ["probabilities", "logits"])
+def test_a_mixture_answers_with_its_neighbours_and_its_score(unshuffled, mix_with):
+    rule = Neighbours(k=4, mix=0.6, scale=0.5, capacity=10_000, mix_with=mix_with)
+    dense, mixture = Dense(unshuffled, 2), Mixture(unshuffled, 2, rule)
+    data = unshuffled.federation.dataset
+    asked = normalise(data.test.inputs[:30], data.mean, data.std, torch.float64)
+    keys, (queries, logits) = dense.forward(dense.w, dense.x)[0], dense.forward(dense.w, asked.numpy().reshape(-1, 64))
+    own = logits if mix_with == "logits" else np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    expected = np.array([slow_knn(query, keys, dense.y, 10, rule) for query in queries])
+    near, scores = mixture.answers(asked)
+    np.testing.assert_allclose(near, expected, atol=1e-12)
+    np.testing.assert_allclose(scores, 0.6 * expected + 0.4 * own, atol=1e-12)
+    np.testing.assert_allclose(mixture(asked), scores if mix_with == "logits" else scores.log(), atol=1e-12)
 
 
 def slow_knn(query, keys, labels, classes, rule):
@@ -167,25 +280,12 @@ def test_neighbours_that_are_far_away_still_answer():
     assert found.tolist() == [[0.0, 1.0]]
 
 
-def test_knn_mixes_the_models_answers_with_those_of_the_clients_samples(digits):
-    problem = Problem(replace(digits, dtype=torch.float64), net(torch.float64), Method(), Local())
-    rule, module, data = Neighbours(k=3, mix=0.3, capacity=10_000), problem.network.module, digits.dataset
-    results = personalise(problem, problem.network.weights, (0,), "knn", neighbours=rule, size=SIZE)
-    shard, tested = digits.shards[2], digits.local_tests(0, SIZE)[2]
-    stored, asked = (
-        normalise(x, data.mean, data.std, torch.float64) for x in (data.train.inputs[shard], data.test.inputs[tested])
-    )
-    with torch.no_grad():
-        keys, queries, logits = module[:-1](stored).numpy(), module[:-1](asked).numpy(), module(asked)
-    labels = data.train.labels[shard].numpy()
-    near = torch.tensor(np.array([slow_knn(query, keys, labels, 10, rule) for query in queries]))
-    expected = 0.3 * near + 0.7 * logits.softmax(1)
-    assert torch.allclose(Mixture(problem, 2, rule)(asked).exp(), expected)
-    assert results[2].accuracy_after == pytest.approx(
-        float((expected.argmax(1) == data.test.labels[tested]).double().mean())
-    )
-    plain = personalise(problem, problem.network.weights, (0,), "knn", neighbours=Neighbours(mix=0.0))
-    assert all(result.accuracy_after == result.accuracy_before for result in plain)
+def test_without_a_share_of_the_neighbours_the_answers_are_the_models(digits):
+    problem = Problem(digits, net(), Method(), Local())
+    for mix_with in ("probabilities", "logits"):
+        rule = Neighbours(mix=0.0, mix_with=mix_with)
+        plain = personalise(problem, problem.network.weights, (0,), "knn", neighbours=rule)
+        assert all(result.accuracy_after == result.accuracy_before for result in plain)
 
 
 def test_a_store_is_a_random_subset_of_the_capacity(digits):
@@ -317,6 +417,8 @@ def test_a_damaged_run_is_one_sentence(runs, tmp_path, name, kind, sentence):
         ({"epochs": (5,), "how": "none"}, "adapts nothing"),
         ({"how": "fintune"}, r"did you mean finetune\?"),
         ({"size": 0}, "size = 0"),
+        ({"lr": 0.0}, "lr = 0.0: must be a number above 0"),
+        ({"how": "local", "lr_decay": math.nan}, "lr_decay = nan: must be a number above 0"),
         ({"weights": torch.zeros(3)}, r"3 numbers, but the model has \d+ parameters"),
     ],
 )
@@ -329,6 +431,11 @@ def test_settings_that_cannot_be_are_named(fedavg, settings, sentence):
 def test_settings_of_the_neighbours_that_cannot_be_are_named(setting):
     with pytest.raises(RecipeError, match=f"{next(iter(setting))} = .*must be"):
         Neighbours(**setting)
+
+
+def test_what_neighbours_are_mixed_with_is_known():
+    with pytest.raises(RecipeError, match=r"mix_with = 'logit'.*did you mean logits\?"):
+        Neighbours(mix_with="logit")
 
 
 def test_labels_that_are_no_classes_are_refused(regression):
@@ -375,6 +482,23 @@ def test_the_command_gives_a_row_for_each_run_and_epochs_and_writes_every_client
     again = personalise(problem, problem.network.weights, (0, 1, 2), size=3, lr=last_lr(recipe))
     assert lines == [asdict(result) for result in again]
     assert not [path for path in (copies / "fedavg").iterdir() if path.name.startswith(".personal")]
+
+
+def test_the_command_hands_on_its_options(copies):
+    personalize("fedavg", "--how", "perfedavg", "--epochs", "1", "--size", "20", "--lr", "0.03")
+    personalize("fedavg", "--how", "knn", "--epochs", "1", "--size", "20", "--mix-with", "logits", "--mix", "0.9")
+    personalize("fedavg", "--how", "local", "--epochs", "3", "--size", "20", "--lr", "0.2", "--lr-decay", "0.5")
+    problem, recipe = load_run(copies / "fedavg")
+    initial = prepare(recipe)[0].network.weights
+    knn = {"neighbours": Neighbours(mix=0.9, mix_with="logits"), "lr": last_lr(recipe)}
+    for how, start, epochs, options in (
+        ("perfedavg", problem.network.weights, 1, {"lr": 0.03}),
+        ("knn", problem.network.weights, 1, knn),
+        ("local", initial, 3, {"lr": 0.2, "lr_decay": 0.5}),
+    ):
+        written = (copies / f"fedavg/personal-{how}.jsonl").read_text().splitlines()
+        again = personalise(problem, start, (epochs,), how, size=20, **options)
+        assert [json.loads(line) for line in written] == [asdict(result) for result in again]
 
 
 def test_local_only_training_begins_with_the_common_initial_weights(copies, capsys):

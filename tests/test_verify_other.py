@@ -59,7 +59,31 @@ class Plain:
             return self.grad(w + self.o["rho"] * g / (g.norm() + 1e-7), x, y)
         return g
 
+    def meta_client(self, i, lr):
+        """Per-FedAvg with pairs of batches; every gradient is a local step's whole gradient."""
+        batch, epochs = LOCAL["batch"], LOCAL["epochs"]
+        cuts = [slice(at, at + batch) for at in range(0, SIZES[i], batch)]
+        once = -(-epochs * len(cuts) // 2)
+        pairs = once if self.o["pairs"] == "once" else epochs * -(-len(cuts) // epochs)
+        w, v, mu, m = self.w.clone(), self.zero, self.o["mu"], LOCAL["momentum"]
+
+        def whole(at, cut):
+            g = self.grad(at, self.x[i][cut], self.y[i][cut]) - mu * self.w
+            g = g * min(1.0, LOCAL["clip"] / (float(g.norm()) + 1e-6))
+            return g + (LOCAL["weight_decay"] + mu) * w
+
+        for k in range(pairs):
+            g = whole(w, cuts[2 * k % len(cuts)])
+            if self.o["shared_momentum"]:
+                v = m * v + g
+            ahead = w - lr * (v if self.o["shared_momentum"] else g)
+            v = m * v + whole(ahead, cuts[(2 * k + 1) % len(cuts)])
+            w = w - self.o["outer_lr"] * v
+        return w - self.w, pairs
+
     def client(self, i, lr):
+        if self.method == "perfedavg":
+            return self.meta_client(i, lr)
         start, w, v, steps = self.w, self.w.clone(), self.zero, 0
         penalty = self.o.get("penalty", 0.0)
         for _ in range(LOCAL["epochs"]):
@@ -76,12 +100,17 @@ class Plain:
         return w - start, steps
 
     def run(self):
-        weights = []
+        weights, active, everybody = [], [], []
+        last = [self.w.clone() for _ in SIZES]
         for t, cohort in enumerate(COHORTS):
             lr = LOCAL["lr"] * LOCAL["lr_decay"] ** t
             total = sum(SIZES[i] for i in cohort)
             results = {i: self.client(i, lr) for i in cohort}
             move = sum(SIZES[i] / total * delta for i, (delta, _) in results.items())
+            active.append((self.w + move).numpy())
+            for i, (delta, _) in results.items():
+                last[i] = self.w + delta
+            everybody.append((sum(n * w for n, w in zip(SIZES, last, strict=True)) / sum(SIZES)).numpy())
             if self.method in ("scaffold", "fedgamma"):
                 change = {i: -self.server_c - d / (k * lr) for i, (d, k) in results.items()}
                 for i in cohort:
@@ -98,7 +127,7 @@ class Plain:
                 self.s = self.o["rho"] * mean / (mean.norm() + 1e-7)
             self.w = self.w + move
             weights.append(self.w.numpy().copy())
-        return np.array(weights)
+        return {"weights": np.array(weights), "active": np.array(active), "all": np.array(everybody)}
 
 
 @pytest.mark.parametrize("zeta", [0.0, 0.4])
@@ -117,13 +146,28 @@ class Plain:
     ],
 )
 def test_a_ragged_convolutional_run_is_reproduced(tmp_path, method, options, zeta):
-    plain = Plain(method, options, zeta)
-    recipe = dict(method=method, options=options, local=LOCAL, average="samples", tolerance=1e-11, model=SPEC)
-    if zeta:
-        recipe["with"] = [{"part": "man", "zeta": zeta}]
+    parts = [{"part": "man", "zeta": zeta}] if zeta else []
+    check(Plain(method, options, zeta), tmp_path / "run.npz", options, parts)
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.3])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("pairs", ["cycle", "once"])
+def test_a_run_of_per_fedavg_is_reproduced_with_other_parts_in_both_of_its_steps(tmp_path, pairs, shared, mu):
+    options = {"outer_lr": 0.05, "shared_momentum": shared, "pairs": pairs}
+    plain = Plain("perfedavg", options | {"mu": mu}, 0.4)
+    parts = [{"part": "man", "zeta": 0.4}] + [{"part": "fedprox", "mu": mu}] * bool(mu)
+    check(plain, tmp_path / "run.npz", options, parts)
+
+
+def check(plain, path, options, parts):
+    recipe = dict(method=plain.method, options=options, local=LOCAL, average="samples", tolerance=1e-11, model=SPEC)
+    recipe["with"] = parts
     arrays = {f"inputs_{i}": x.numpy() for i, x in enumerate(plain.x)}
     arrays |= {f"labels_{i}": y.numpy() for i, y in enumerate(plain.y)}
     arrays["initial"] = plain.w.numpy().copy()
     arrays["participants"] = np.array([[i in cohort for i in range(len(SIZES))] for cohort in COHORTS])
-    np.savez(tmp_path / "run.npz", recipe=np.array(json.dumps(recipe)), weights=plain.run(), **arrays)
-    assert verify(tmp_path / "run.npz").good, verify(tmp_path / "run.npz")
+    np.savez(path, recipe=np.array(json.dumps(recipe)), **plain.run(), **arrays)
+    verdict = verify(path)
+    assert verdict.good, verdict
+    assert set(verdict.deviations) == {"weights", "active", "all"}

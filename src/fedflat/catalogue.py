@@ -46,6 +46,7 @@ from fedflat.parts import (
     TrimmedMean,
     WeightAveraging,
 )
+from fedflat.parts.local_work import Pairs
 from fedflat.parts.part import Crowd
 from fedflat.parts.privacy import Entropy
 from fedflat.parts.proximal import Form, Radius, Scope
@@ -221,8 +222,8 @@ def fedbabu() -> Method:
     return Method(FrozenHead())
 
 
-def perfedavg(alpha: float = 0.01) -> Method:
-    return Method(MetaStep(alpha))
+def perfedavg(outer_lr: float = 0.01, shared_momentum: bool = True, pairs: Pairs = "cycle") -> Method:
+    return Method(MetaStep(outer_lr, shared_momentum, pairs))
 
 
 def man(zeta: float = 0.15, layers: Layers = "all") -> Method:

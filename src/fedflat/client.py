@@ -225,7 +225,7 @@ class Worker:
         return LocalRule(
             lr=brief.lr,
             steps=batch_steps(federation.samples(client), local.batch, local.epochs, local.steps),
-            epochs=local.epochs,
+            epochs=1 if local.steps else local.epochs,
             first_lr=local.lr,
             typical_steps=batch_steps(federation.mean_samples, local.batch, local.epochs, local.steps),
             momentum=local.momentum,

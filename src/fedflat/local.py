@@ -50,10 +50,13 @@ class LocalRule:
     """What one client does in one round.
 
     The upper fields are facts of the round that parts may read: `share` is nᵢ m/N, `first_lr` is η of round 0,
-    `typical_steps` is the K of a client of mean size; draws are made from seed, round and client. The lower ones are
-    theirs to fill, by the methods below where several parts may. `spring` is a decay inside the clip. `carry` is what
-    an ascent hands from step to step (FedSMOO's μ), and `report` finds it in the outcome. `frozen` marks the weights
-    that no step changes; with `pairs` every step has a second batch.
+    `typical_steps` is the K of a client of mean size, `epochs` are the passes over the samples that make the steps (1
+    where the recipe counts steps); draws are made from seed, round and client.
+
+    The lower ones are theirs to fill, by the methods below where several parts may. `spring` is a decay inside the
+    clip. `carry` is what an ascent hands from step to step (FedSMOO's μ), and `report` finds it in the outcome.
+    `frozen` marks the weights that no step changes; with `pairs` every step has a second batch, and `buffered` counts
+    the gradients of a step that enter the momentum.
     """
 
     lr: float
@@ -83,6 +86,7 @@ class LocalRule:
     lr_floor: float = 1.0
     frozen: Tensor | None = None
     pairs: bool = False
+    buffered: int = 1
 
     def with_pull(self, pull: Tensor, decay: float = 0.0, spring: float = 0.0) -> LocalRule:
         """The rule with one more pull, decay and spring."""
@@ -124,13 +128,17 @@ class LocalRule:
 
     @property
     def effective_steps(self) -> float:
-        """K, or with momentum β the sum of the weights with which the K gradients enter Δ."""
+        """K, or with momentum β the sum of the weights with which the gradients enter Δ/η:
+
+        Σ_k (1 − β^{bk})/(1 − β),   k = 1 … K,   with b gradients entering the momentum in every step
+        """
         beta, steps = self.momentum, self.steps
-        return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
+        fading = beta**self.buffered
+        return (steps - fading * (1 - fading**steps) / (1 - fading)) / (1 - beta)
 
 
 # The fields of a rule that parts fill; what the model freezes is a fact.
-INGREDIENTS = ("scale", "pull", "decay", "spring", "terms", "ascent", "carry", "lr_floor", "pairs")
+INGREDIENTS = ("scale", "pull", "decay", "spring", "terms", "ascent", "carry", "lr_floor", "pairs", "buffered")
 SAMPLED = 8  # steps between two looks at w in methods that never take a gradient there
 
 
@@ -192,7 +200,12 @@ class Notes:
 
 
 class Slope:
-    """∇[loss + Σ terms] on the current batch, as a function of the offset ε at which it is taken."""
+    """∇[loss + Σ terms] on the current batch, as a function of the offset ε at which it is taken.
+
+    `velocity` is the momentum v of the client's steps, for an ascent that takes steps of its own.
+    """
+
+    velocity: Tensor | None = None
 
     def __init__(self, network: Network, rule: LocalRule, loss: Loss, tap: Tap) -> None:
         self.network, self.rule, self.loss, self.notes = network, rule, loss, Notes()
@@ -350,6 +363,7 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
     features, activations = (any(getattr(x, kind, False) for x in lookers) for kind in ("features", "activations"))
     with network.listening(features, activations) as tap:
         slope = Slope(network, rule, loss, tap)
+        slope.velocity = velocity
         stream = iter(batches)
         for k, batch in enumerate(stream):
             slope.at(batch, next(stream, None) if rule.pairs else None)
@@ -359,13 +373,21 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
             slope.look_at_w(k)
             step(network.weights, gradient, velocity, rule, k)
     notes = slope.notes.means()
-    velocity = None  # Δ takes its place in memory
+    velocity = slope.velocity = None  # Δ takes its place in memory
     return Outcome(network.weights - start, notes.pop("loss", float("nan")), rule, carry, notes)
 
 
 @torch.no_grad()
 def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: LocalRule, k: int = 0) -> None:
-    """w ← w − η v with v ← β v + clip(a g + pull) + decay w; weights and velocity change in place.
+    """w ← w − η v with v ← β v + clip(a g + pull) + decay w; weights and velocity change in place."""
+    g, decay = corrected(weights, gradient, rule)
+    _descend([weights], [g], [] if velocity is None else [velocity], rule.lr_at(k), rule.momentum, decay)
+
+
+@torch.no_grad()
+def corrected(weights: Tensor, gradient: Tensor, rule: LocalRule) -> tuple[Tensor, float]:
+    """clip(a g + pull), and the factor of the decay that is still to be added.
+
 
     The clip's place is one of three: around the gradient of the loss only (the clean one), around gradient, pull and
     spring but not the decay (the authors' code, which hides the proximal term in the optimiser's weight decay), or
@@ -388,7 +410,7 @@ def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: Local
         g = _clipped(g, rule.clip)
     if rule.frozen is not None:
         g = g.masked_fill(rule.frozen, 0.0)
-    _descend([weights], [g], [] if velocity is None else [velocity], rule.lr_at(k), rule.momentum, decay)
+    return g, decay
 
 
 @torch.no_grad()

@@ -4,11 +4,13 @@ A client's test samples have the label distribution q of its training samples: �
 there are (so a size far beyond the test set's classes flattens q). How it adapts is one of
 
     finetune   e epochs of plain SGD on all parameters, also those that the method froze (FedAvg-FT, FedSoL-FT, FedBABU)
-    knn        the same; then the model's answers are mixed with those of the nearest training samples (kNN-Per)
-    local      e epochs from the weights that the federation began with: what a client comes to alone
+    perfedavg  the meta steps of e epochs: those of the method if it has them, else the defaults of `perfedavg`
+    knn        as finetune; then the model's answers are mixed with those of the nearest training samples (kNN-Per)
+    local      e epochs from the initial weights of the federation, at the rate η · 0.99^epoch: each client alone
     none       not at all: the global model as it is
 
-Clients are worked on one after the other, by one thread.
+The learning rate is constant (but for `local`), and one momentum buffer serves all epochs. Clients adapt one after the
+other, in one thread.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
+from itertools import count, islice
 from operator import add
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fedflat.client import Problem
@@ -33,12 +35,18 @@ from fedflat.federation.federation import Federation, batch_steps
 from fedflat.folder import beside, write_whole
 from fedflat.local import Batch, LocalRule, train
 from fedflat.metrics import score
+from fedflat.neighbours import CHUNK, Mixture, Neighbours
+from fedflat.parts import MetaStep
 from fedflat.randomness import generator
-from fedflat.vector import Network
 
-EPOCHS: dict[str, tuple[int, ...]] = {"finetune": (1, 5), "knn": (1, 5), "local": (200,), "none": (0,)}
+EPOCHS: dict[str, tuple[int, ...]] = {
+    "finetune": (1, 5),
+    "perfedavg": (1, 5),
+    "knn": (1, 5),
+    "local": (200,),
+    "none": (0,),
+}
 ALONE = 0.99  # what local-only training multiplies its learning rate by after every epoch
-CHUNK = 500  # samples in one pass when a model is tested
 
 
 @dataclass(frozen=True)
@@ -51,27 +59,6 @@ class Personal:
     test_samples: int
     accuracy_before: float | None
     accuracy_after: float | None
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """kNN-Per:  p = λ p_knn + (1 − λ) softmax(model),  with  p_knn(c) ∝ Σ exp(−d²/(dim · scale))  over those of the k
-    nearest stored samples whose label is c, and d their distance in what enters the head.
-
-    `capacity` is the number of training samples that a client stores, drawn at random if it has more; `mix` is λ.
-    """
-
-    k: int = 5
-    mix: float = 0.5
-    scale: float = 1.0
-    capacity: int = 500
-
-    def __post_init__(self) -> None:
-        bounds = {"k": self.k >= 1, "mix": 0 <= self.mix <= 1, "scale": self.scale > 0, "capacity": self.capacity >= 1}
-        for name, good in bounds.items():
-            if not good:
-                wanted = "from 0 to 1" if name == "mix" else "above 0"
-                raise RecipeError(f"{name} = {getattr(self, name)}: must be a number {wanted}")
 
 
 @dataclass(frozen=True)
@@ -96,15 +83,29 @@ def personalise(
     how: str = "finetune",
     *,
     lr: float | None = None,
+    lr_decay: float = ALONE,
     size: int = 1000,
     neighbours: Neighbours | None = None,
     watch: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> list[Personal]:
     """Adapt `weights` to each client, and test it after each of the numbers of epochs (else those of `EPOCHS`).
 
-    One walk serves them all: after 5 epochs a client is where it was after 1 and 4 more, momentum included. `weights`
-    are the global model's, for "local" the initial ones; `lr` is the recipe's η unless given. The problem's network is
-    left as it was. `watch` goes around the clients to show progress.
+    One walk serves them all: after 5 epochs a client is where it was after 1 and 4 more, momentum included. The
+    problem's network is left as it was.
+
+    Args:
+        problem: the federation, the network and the method of the run.
+        weights: the global model's, for "local" the initial ones.
+        epochs: after which numbers of epochs each client is tested.
+        how: "finetune", "perfedavg", "knn", "local" or "none".
+        lr: the learning rate, for "perfedavg" that of the inner step; the recipe's η unless given.
+        lr_decay: "local": what the learning rate is multiplied by after every epoch.
+        size: the number of test samples of a client.
+        neighbours: the settings of "knn".
+        watch: goes around the clients to show progress.
+
+    Returns:
+        One result for each client and number of epochs.
 
     >>> from fedflat.recipe import load
     >>> from fedflat.prepare import prepare
@@ -117,7 +118,8 @@ def personalise(
     if start.shape != network.weights.shape:
         raise RecipeError(f"weights: {start.numel()} numbers, but the model has {network.size} parameters")
     rate = problem.local.lr if lr is None else lr
-    adaptation = Adaptation(problem, _exam(problem, size), _marks(how, epochs), how, rate, neighbours or Neighbours())
+    walk = Walk(problem, how, epoch_marks(how, epochs), rate, lr_decay)
+    adaptation = Adaptation(walk, _exam(problem, size), neighbours or Neighbours())
     home, buffers, results = network.weights.clone(), network.buffers.clone(), list[Personal]()
     try:
         for client in watch(range(problem.federation.clients)):
@@ -131,7 +133,8 @@ def personalise(
     return results
 
 
-def _marks(how: str, epochs: Sequence[int] | None) -> tuple[int, ...]:
+def epoch_marks(how: str, epochs: Sequence[int] | None) -> tuple[int, ...]:
+    """The numbers of epochs in order, each once; those of `EPOCHS` if none are given."""
     if how not in EPOCHS:
         raise RecipeError(f"how = {how!r}: there is no such way to personalise; {nearest(how, EPOCHS)}")
     marks = tuple(sorted(set(EPOCHS[how] if epochs is None else epochs)))
@@ -154,119 +157,117 @@ def _exam(problem: Problem, size: int) -> Federation:
 
 
 @dataclass(frozen=True)
-class Adaptation:
-    """What every client does: walk from the same weights, and be tested at the marks, which are numbers of epochs."""
+class Walk:
+    """A client's way from given weights through all the marks, which are numbers of epochs.
+
+    Plain SGD, or meta steps, with the recipe's local settings and none of the method's other parts.
+    """
 
     problem: Problem
-    exam: Federation
-    marks: tuple[int, ...]
     how: str
+    marks: tuple[int, ...]
     lr: float
-    neighbours: Neighbours
+    lr_decay: float = ALONE
 
-    def of(self, client: int, start: Tensor) -> list[Personal]:
-        """One client's results; the network ends wherever the client does."""
-        samples, tested = self.problem.federation.samples(client), self.exam.samples(client)
-        if not tested:
-            return [Personal(client, mark, samples, 0, None, None) for mark in self.marks]
-        module = self.problem.network.module
-        self.problem.network.weights.copy_(start)
-        before = self._accuracy(client, module)
-        after: dict[int, float] = {}
+    def __post_init__(self) -> None:
+        for name in ("lr", "lr_decay"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise RecipeError(f"{name} = {getattr(self, name)}: must be a number above 0")
 
-        def reached(epoch: int) -> None:
-            if epoch in self.marks:
-                mixed = self.how == "knn"
-                after[epoch] = self._accuracy(
-                    client, Mixture(self.problem, client, self.neighbours) if mixed else module
-                )
-                module.train()
-
-        self._walk(client, start, reached)
-        return [Personal(client, mark, samples, tested, before, after[mark]) for mark in self.marks]
-
-    def _walk(self, client: int, start: Tensor, reached: Callable[[int], None]) -> None:
-        """Plain SGD on the client's samples with the recipe's local settings and none of the method's parts."""
-        problem, local = self.problem, self.problem.local
-        length = batch_steps(problem.federation.samples(client), local.batch, 1, None)
-        rule = EpochRule(
-            lr=self.lr,
-            steps=self.marks[-1] * length,
-            momentum=local.momentum,
-            weight_decay=local.weight_decay,
-            clip=local.clip or None,
-            clip_mode=local.clip_mode,
-            frozen=problem.network.fixed,
-            length=length,
-            falling=ALONE if self.how == "local" else 1.0,
-        )
-        outcome = train(problem.network, start, rule, self._batches(client, length, reached), problem.loss)
+    def of(self, client: int, start: Tensor, reached: Callable[[int], None]) -> None:
+        """Let one client adapt; `reached` is told of each mark while the network stands there."""
+        problem, rule = self.problem, self._rule(client)
+        outcome = train(problem.network, start, rule, self._batches(client, rule, reached), problem.loss)
         if not math.isfinite(float(outcome.delta.sum())):
             raise TrainingError(
                 f"client {client}: its model is no longer finite; the learning rate {self.lr:g} is too high"
             )
 
-    def _batches(self, client: int, length: int, reached: Callable[[int], None]) -> Iterator[Batch]:
-        """The client's batches; `reached` is told of the start as 0 and of every epoch's end, with the network there.
+    @property
+    def _meta(self) -> MetaStep | None:
+        if self.how != "perfedavg":
+            return None
+        return next((part for part in self.problem.method.parts if isinstance(part, MetaStep)), MetaStep())
 
-        An epoch draws from generators of its own, so a longer walk begins like a shorter one.
-        """
-        problem = self.problem
-        for epoch in range(self.marks[-1]):
-            reached(epoch)
-            order = generator(problem.seed, "personal", epoch, client) if problem.shuffle else None
-            chance = generator(problem.seed, "personal augment", epoch, client) if problem.shuffle else None
+    def _length(self, client: int) -> int:
+        """L, the number of batches in an epoch."""
+        return batch_steps(self.problem.federation.samples(client), self.problem.local.batch, 1, None)
+
+    def _steps(self, client: int, epochs: int) -> int:
+        """The steps that end some epochs: ⌈L/E⌉ meta steps an epoch, where a round has E, or else L."""
+        length, local = self._length(client), self.problem.local
+        if self._meta:
+            return self._meta.pairs_after(epochs, length, 1 if local.steps else local.epochs)
+        return epochs * length
+
+    def _rule(self, client: int) -> LocalRule:
+        local = self.problem.local
+        rule = EpochRule(
+            lr=self.lr,
+            steps=self._steps(client, self.marks[-1]),
+            momentum=local.momentum,
+            weight_decay=local.weight_decay,
+            clip=local.clip or None,
+            clip_mode=local.clip_mode,
+            frozen=self.problem.network.fixed,
+            length=self._length(client),
+            falling=self.lr_decay if self.how == "local" else 1.0,
+        )
+        return self._meta.paired(rule, rule.steps) if self._meta else rule
+
+    def _batches(self, client: int, rule: LocalRule, reached: Callable[[int], None]) -> Iterator[Batch]:
+        """The batches of all steps, from one stream that passes over the samples again and again."""
+        each = 2 if rule.pairs else 1
+        for k, batch in enumerate(islice(self._stream(client), each * rule.steps)):
+            if k % each == 0:
+                self._tell(client, k // each, reached)
+            yield batch
+        self._tell(client, rule.steps, reached)
+
+    def _tell(self, client: int, steps: int, reached: Callable[[int], None]) -> None:
+        for mark in self.marks:
+            if self._steps(client, mark) == steps:
+                reached(mark)
+                self.problem.network.module.train()
+
+    def _stream(self, client: int) -> Iterator[Batch]:
+        """Each pass draws from generators of its own, so a longer walk begins like a shorter one."""
+        problem, length = self.problem, self._length(client)
+        for number in count():
+            order = generator(problem.seed, "personal", number, client) if problem.shuffle else None
+            chance = generator(problem.seed, "personal augment", number, client) if problem.shuffle else None
             yield from problem.federation.batches(client, problem.local.batch, length, order, chance)
-        reached(self.marks[-1])
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What every client does: walk from the same weights, and be tested at the marks."""
+
+    walk: Walk
+    exam: Federation
+    neighbours: Neighbours
+
+    def of(self, client: int, start: Tensor) -> list[Personal]:
+        """One client's results; the network ends wherever the client does."""
+        walk, problem = self.walk, self.walk.problem
+        samples, tested = problem.federation.samples(client), self.exam.samples(client)
+        if not tested:
+            return [Personal(client, mark, samples, 0, None, None) for mark in walk.marks]
+        module = problem.network.module
+        problem.network.weights.copy_(start)
+        before, after = self._accuracy(client, module), dict[int, float]()
+
+        def reached(mark: int) -> None:
+            mixed = walk.how == "knn"
+            after[mark] = self._accuracy(client, Mixture(problem, client, self.neighbours) if mixed else module)
+
+        walk.of(client, start, reached)
+        return [Personal(client, mark, samples, tested, before, after[mark]) for mark in walk.marks]
 
     def _accuracy(self, client: int, module: nn.Module) -> float:
         shard, classes = self.exam.shards[client], self.exam.dataset.classes
         parts = (self.exam.batch(shard[start:stop], None) for start, stop in chunks(len(shard), CHUNK))
-        return reduce(add, (score(module, *part, self.problem.loss, classes) for part in parts)).accuracy
-
-
-class Mixture(nn.Module):
-    """The log-probabilities of kNN-Per: the network as it stands, and the client's samples as it sees them."""
-
-    def __init__(self, problem: Problem, client: int, neighbours: Neighbours) -> None:
-        super().__init__()
-        self.module = problem.network.module.eval()
-        self._network, self._rule, self._classes = problem.network, neighbours, problem.federation.dataset.classes
-        shard = problem.federation.shards[client]
-        chosen = torch.randperm(len(shard), generator=generator(problem.seed, "personal store", client=client))
-        stored = shard[chosen[: neighbours.capacity]]
-        parts = [problem.federation.batch(indices, None) for indices in stored.split(CHUNK)]
-        self._keys = torch.cat([features_and_logits(self._network, inputs)[0] for inputs, _ in parts])
-        self._labels = torch.cat([labels for _, labels in parts])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        features, logits = features_and_logits(self._network, inputs)
-        near = nearest_labels(features, self._keys, self._labels, self._classes, self._rule)
-        return torch.lerp(logits.softmax(1), near, self._rule.mix).log()
-
-
-@torch.no_grad()
-def features_and_logits(network: Network, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """What enters the head, one row for each sample, and what leaves it."""
-    with network.listening(features=True) as tap:
-        forward = tap(inputs)
-    assert forward.features is not None
-    return forward.features.flatten(1), forward.logits
-
-
-def nearest_labels(queries: Tensor, keys: Tensor, labels: Tensor, classes: int, rule: Neighbours) -> Tensor:
-    """p_knn of each query.
-
-    >>> keys, labels = torch.tensor([[0.0], [1.0], [9.0]]), torch.tensor([0, 1, 2])
-    >>> nearest_labels(torch.tensor([[0.5]]), keys, labels, 3, Neighbours(k=2))
-    tensor([[0.5000, 0.5000, 0.0000]])
-    """
-    # By differences: the faster way by a matrix product loses the small distances, which have the large weights.
-    distances = torch.cdist(queries, keys, compute_mode="donot_use_mm_for_euclid_dist")
-    found = distances.topk(min(rule.k, len(keys)), dim=1, largest=False)
-    # A softmax is exp(−d²/…) divided by its sum, and does not vanish where all neighbours are far away.
-    shares = (-found.values.square() / (keys.shape[1] * rule.scale)).softmax(1)
-    return queries.new_zeros(len(queries), classes).scatter_add_(1, labels[found.indices], shares)
+        return reduce(add, (score(module, *part, self.walk.problem.loss, classes) for part in parts)).accuracy
 
 
 def summary(results: Iterable[Personal]) -> list[dict[str, Any]]:

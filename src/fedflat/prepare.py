@@ -30,7 +30,7 @@ from fedflat.heap import keep_freed_memory
 from fedflat.local import Loss
 from fedflat.method import Method
 from fedflat.methods import parse, spell
-from fedflat.parts import ActiveModel, AllModels, Part
+from fedflat.parts import ActiveModel, AllModels
 from fedflat.processor import require_bf16
 from fedflat.randomness import generator
 from fedflat.recipe import Recipe, validated
@@ -42,8 +42,6 @@ from fedflat.vector import Network
 if TYPE_CHECKING:
     from fedflat.flatness.federated import Portion
 
-# The part that keeps the model to evaluate, where it is not the server's own.
-EVALUATED: dict[str, Part] = {"active": ActiveModel(), "all": AllModels()}
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.float32}
 
 
@@ -103,7 +101,7 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
     return Problem(
         federation,
         network,
-        method + kept if (kept := EVALUATED.get(recipe.evaluation.model)) else method,
+        _evaluating(method, recipe),
         recipe.local,
         recipe.seed,
         loss,
@@ -111,6 +109,13 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
         group=group,
         measures=recipe.evaluation.measures,
     )
+
+
+def _evaluating(method: Method, recipe: Recipe) -> Method:
+    """The method, with the part that keeps the model to evaluate where that is not the server's own."""
+    if recipe.evaluation.model == "server":
+        return method
+    return method + (ActiveModel() if recipe.evaluation.model == "active" else AllModels(recipe.server.average))
 
 
 def in_full(recipe: Recipe, problem: Problem) -> Recipe:

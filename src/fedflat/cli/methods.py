@@ -63,7 +63,7 @@ def _print_method(facts: dict[str, Any]) -> None:
 def verify(
     files: Annotated[list[Path], typer.Argument(help="recorded trajectories (.npz)")], as_json: JsonOption = False
 ) -> None:
-    """Replay recorded runs of the methods' authors and compare the weights after every round."""
+    """Replay recorded runs of the methods' authors, compare every recorded array and name those that deviate."""
     from rich.table import Table
 
     from fedflat.verify import verify as replay
@@ -75,7 +75,8 @@ def verify(
         except FedflatError as error:
             broken.append(str(error))
     if as_json:
-        rows = [{**asdict(verdict), "path": str(verdict.path), "good": verdict.good} for verdict in verdicts]
+        facts = ("deviation", "deviating", "good")
+        rows = [{**asdict(v), "path": str(v.path), **{name: getattr(v, name) for name in facts}} for v in verdicts]
         print(json.dumps(rows, indent=2))
     else:
         table = Table("file", "method", "rounds", "largest deviation", "tolerance", "")
@@ -83,6 +84,10 @@ def verify(
             mark = "[green]holds[/]" if v.good else "[red]deviates[/]"
             table.add_row(v.path.name, v.method, str(v.rounds), f"{v.deviation:.2e}", f"{v.tolerance:.0e}", mark)
         out.print(table)
+        for v in verdicts:
+            if not v.good:
+                names = ", ".join(f"{name} ({v.deviations[name]:.2e})" for name in v.deviating)
+                out.print(f"{v.path} deviates in {names}", markup=False, highlight=False, soft_wrap=True)
     for message in broken:
         complain(message)
     if broken or not all(v.good for v in verdicts):

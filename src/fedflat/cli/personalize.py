@@ -19,12 +19,21 @@ def personalize(
     epochs: Annotated[
         list[int] | None, typer.Option(help="epochs to test after: --epochs 1 5; else 1 and 5, local 200")
     ] = None,
-    how: Annotated[str, typer.Option(help="finetune, knn (kNN-Per), local (local-only training) or none")] = "finetune",
+    how: Annotated[
+        str, typer.Option(help="finetune, perfedavg (meta steps), knn (kNN-Per), local (local-only training) or none")
+    ] = "finetune",
+    lr: Annotated[
+        float | None, typer.Option(help="learning rate; else the last round's, for local the recipe's")
+    ] = None,
+    lr_decay: Annotated[float, typer.Option(help="local: factor of the learning rate after every epoch")] = 0.99,
     size: Annotated[int, typer.Option(help="test samples of a client, by the labels of its own")] = 1000,
     k: Annotated[int, typer.Option(help="knn: how many neighbours answer")] = 5,
     mix: Annotated[float, typer.Option(help="knn: their share of the answer, 0 to 1")] = 0.5,
     scale: Annotated[float, typer.Option(help="knn: how far they are heard")] = 1.0,
     capacity: Annotated[int, typer.Option(help="knn: how many samples a client stores")] = 500,
+    mix_with: Annotated[
+        str, typer.Option(help="knn: what they are mixed with, the model's probabilities (the paper) or its logits")
+    ] = "probabilities",
     as_json: JsonOption = False,
 ) -> None:
     """Adapt the global model of finished runs to each client, and test it on samples like the client's own.
@@ -34,10 +43,11 @@ def personalize(
     from rich.progress import track
 
     from fedflat.folder import read_model, read_recipe
-    from fedflat.personal import Neighbours, personalise, save, summary
+    from fedflat.neighbours import Neighbours
+    from fedflat.personal import personalise, save, summary
     from fedflat.prepare import assemble, last_lr, load_run
 
-    neighbours = Neighbours(k, mix, scale, capacity)
+    neighbours = Neighbours(k, mix, scale, capacity, mix_with)
     for run in runs:
         read_recipe(run)
         if run.suffix != ".json":
@@ -47,10 +57,11 @@ def personalize(
         problem, recipe = load_run(run)
         if how == "local":
             problem = assemble(recipe, problem.federation, None, problem.method, problem.loss)
-        lr = recipe.local.lr if how == "local" else last_lr(recipe)
+        usual = recipe.local.lr if how == "local" else last_lr(recipe)
+        rate = {"lr": usual if lr is None else lr, "lr_decay": lr_decay}
         watch = partial(track, description=str(run), console=err, transient=True, disable=not err.is_terminal)
         start = problem.network.weights
-        results = personalise(problem, start, epochs, how, lr=lr, size=size, neighbours=neighbours, watch=watch)
+        results = personalise(problem, start, epochs, how, **rate, size=size, neighbours=neighbours, watch=watch)
         file = str(save(run, how, results))
         facts = {"run": str(run), "method": recipe.method, "how": how, "file": file}
         rows += [{**facts, **row} for row in summary(results)]

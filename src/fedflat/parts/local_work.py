@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fedflat.local import LocalRule, Slope, Vectors
+from fedflat.local import LocalRule, Slope, Vectors, corrected
 from fedflat.parts.part import Part, option
+
+Pairs = Literal["cycle", "once"]
 
 
 @dataclass(frozen=True)
@@ -42,18 +45,56 @@ class FrozenHead(Part):
 
 @dataclass(frozen=True)
 class MetaStep(Part):
-    """Learn a model that one step adapts (Per-FedAvg, first order), on pairs of batches:
+    """Learn a model that one step adapts (Per-FedAvg, first order), on pairs of batches a and b:
 
-        w' = w − α ∇f(w; batch 1),      the step uses ∇f(w'; batch 2)
+        v ← m v + g(w; a),      w' = w − η v
+        v ← m v + g(w'; b),     w  ← w − β v
 
-    Deviations: the inner step is plain; the FedSoL authors' code lets it pollute the momentum of the outer one. A pair
-    takes two batches, so an epoch has half as many steps.
+    The inner rate η is the recipe's and decays with it, the outer rate β is constant. With `shared_momentum` both steps
+    use one buffer v, as in the FedSoL authors' code; without it the inner step is plain,  w' = w − η g(w; a),  and v
+    belongs to the outer one. g is the whole gradient of a local step: ∇f with the clip and the pulls of other parts,
+    and the weight decay, which is taken at w both times.
+
+    With L batches and E epochs a round has  E ⌈L/E⌉  pairs (`cycle`, the authors' number: about two passes over the
+    samples, whatever E is), or as many as show every batch once in each epoch, ⌈E L/2⌉ (`once`). Where the recipe sets
+    `local.steps`, E = 1 and L is that number. A round's batches are one stream: a pair may span two passes.
+
+    Deviations: a rate that falls within the round (FedSWA) is the outer one.
     """
 
-    alpha: float = option(0.01, "inner learning rate α", low=0)
+    outer_lr: float = option(0.01, "outer learning rate β", low=0, open_low=True)
+    shared_momentum: bool = option(True, "one momentum buffer for the inner and the outer step")
+    pairs: Pairs = option("cycle", "how many pairs of batches a round has", choices=("cycle", "once"))
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        return replace(rule, ascent=self, pairs=True, steps=math.ceil(rule.steps / 2))
+        return self.paired(rule, self.pairs_after(rule.epochs, rule.steps // rule.epochs, rule.epochs))
+
+    def pairs_after(self, epochs: int, length: int, round_epochs: int) -> int:
+        """The pairs in some epochs of L batches each, where a round has E epochs.
+
+        >>> MetaStep().pairs_after(3, 4, 3), MetaStep(pairs="once").pairs_after(3, 3, 3)
+        (6, 5)
+        """
+        return epochs * math.ceil(length / round_epochs) if self.pairs == "cycle" else math.ceil(epochs * length / 2)
+
+    def paired(self, rule: LocalRule, pairs: int) -> LocalRule:
+        """The rule whose steps are so many meta steps, with the inner rate η that was the rule's."""
+        look = LookAhead(rule.lr, self.shared_momentum)
+        buffered = 2 if self.shared_momentum else 1
+        return replace(rule, lr=self.outer_lr, steps=pairs, ascent=look, pairs=True, buffered=buffered)
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """The inner step of a pair: it leads to w', where the outer step takes its gradient."""
+
+    lr: float
+    shared: bool
 
     def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]:
-        return slope.on_other_batch(slope() * -self.alpha), carry
+        g, decay = corrected(slope.weights, slope(), slope.rule)
+        if decay:
+            g.add_(slope.weights, alpha=decay)
+        if self.shared and slope.velocity is not None:
+            g = slope.velocity.mul_(slope.rule.momentum).add_(g)
+        return slope.on_other_batch(g * -self.lr), carry

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.parts.ascent import along
 from fedflat.parts.part import Part, ServerView, option
-from fedflat.parts.uploads import Upload, Uploads
+from fedflat.parts.uploads import Upload, Uploads, Weighting
 
 
 @dataclass(frozen=True)
@@ -216,10 +216,13 @@ class AllModels(Part):
     """Evaluate the mean of all m clients' last models; one that never took part counts with the initial weights.
 
     Chosen by `evaluation.model = "all"`, the model that MAN's authors score; training goes on from the server's
-    weights. Each client keeps its last model and uploads by how much it changed.
+    weights. Each client keeps its last model and uploads by how much it changed. The mean is weighted as the recipe's
+    average is.
     """
 
     stage = "evaluation"
+
+    by: Weighting = option("uniform", "weights of the mean", choices=("uniform", "samples"))
 
     def first_state(self, weights: Tensor) -> Vectors:
         return {"all": weights.clone()}
@@ -229,7 +232,8 @@ class AllModels(Part):
 
     def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
         last = sent["weights"] + outcome.delta
-        return upload.update(change=last - memory["last"]), {"last": last}
+        share = outcome.rule.share if self.by == "samples" else 1.0
+        return upload.update(change=share * (last - memory["last"])), {"last": last}
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         return move, {"all": server["all"] + uploads.sum("change") / server.clients}

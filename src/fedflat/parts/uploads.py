@@ -112,7 +112,8 @@ class Sealed(Uploads):
     def _refuse(self, *_: Any) -> NoReturn:
         raise RecipeError(f"method: a part looks at the updates, which {self._guard} protects; leave one of them out")
 
-    __len__ = __iter__ = __getitem__ = sum = average = _refuse
+    __len__ = __iter__ = __getitem__ = _refuse
+    sum = average = _refuse  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> NoReturn:
         self._refuse()
