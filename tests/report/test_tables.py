@@ -26,7 +26,7 @@ MEASURED = {
     "local_accuracy_std", "class_accuracy_std", "forgetting", "divergence", "discord", "cosine", "proximal_loss",
 }  # fmt: skip
 NAMED = re.compile(
-    r"personal_(finetune|knn)_[15]|duality_fc2_\w+|landscape_(eigen|random)_(rise|centre)|(activation|lambda)/[\w.]+"
+    r"personal_(finetune|perfedavg|knn)_[15]|duality_fc2_\w+|landscape_(eigen|random)_(rise|centre)|(activation|lambda)/[\w.]+"
 )
 
 
