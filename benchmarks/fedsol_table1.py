@@ -3,8 +3,7 @@
     FEDFLAT_DATA=… python benchmarks/fedsol_table1.py [--rounds 100] [--precision bf16] [--out DIR]
 
 Six methods, one seed, the paper's settings but for the rounds and the precision; more than two hours of two cores. It
-goes on where it was stopped. FedSoL perturbs the head by ρ = 1.5, which has the accuracy of Table 1 in the paper's
-Table 8; with all layers it diverges. Prints a Markdown table and writes docs/figures/fedsol-table1.png.
+goes on where it was stopped. Prints a Markdown table and writes docs/figures/fedsol-table1.png.
 """
 
 import argparse
@@ -19,24 +18,23 @@ from fedflat.report.tables import published
 
 ROOT = Path(__file__).parents[1]
 SETTING = "CIFAR-10 α=0.1"
-# The sweep that has a method at this place, and what to choose of it.
+# What to choose of the sweep for each method.
 RUNS = {
-    "FedAvg": ("fedsol-table1", [f"setting={SETTING}", "method=fedavg"]),
-    "FedProx": ("fedsol-table1", [f"setting={SETTING}", "method=fedprox(1.0)"]),
-    "FedNTD": ("fedsol-table1", [f"setting={SETTING}", "method=fedntd"]),
-    "FedSAM": ("fedsol-table1", [f"setting={SETTING}", "method=fedsam(0.1)"]),
-    "FedASAM": ("fedsol-table1", [f"setting={SETTING}", "method=fedasam(1.0, eta=0.0, biases=True)"]),
-    "FedSoL": ("fedsol-table8", ["method.scope=head", "method.rho=1.5"]),
+    "FedAvg": [f"setting={SETTING}", "method=fedavg"],
+    "FedProx": [f"setting={SETTING}", "method=fedprox(1.0)"],
+    "FedNTD": [f"setting={SETTING}", "method=fedntd"],
+    "FedSAM": [f"setting={SETTING}", "method=fedsam(0.1)"],
+    "FedASAM": [f"setting={SETTING}", "method=fedasam(1.0, eta=0.0, biases=True)"],
+    "FedSoL": [f"setting={SETTING}", "method=fedsol(rho=2.0, radius='dim0')"],
 }
 LAST = 5  # evaluations that the mean is taken over
 
 
 def learn(name: str, rounds: int, precision: str, out: Path) -> Curve:
     """The accuracy over the rounds of one method, trained as far as it is not there yet."""
-    table, chosen = RUNS[name]
     settings = [f"server.rounds={rounds}", f"precision={precision}", "evaluation.every=5"]
-    command = [sys.executable, "-m", "fedflat.cli", "sweep", str(ROOT / "recipes" / f"{table}.toml")]
-    command += [part for each in [*chosen, "seed=0"] for part in ("--only", each)]
+    command = [sys.executable, "-m", "fedflat.cli", "sweep", str(ROOT / "recipes" / "fedsol-table1.toml")]
+    command += [part for each in [*RUNS[name], "seed=0"] for part in ("--only", each)]
     command += [part for each in settings for part in ("--set", each)]
     subprocess.run([*command, "--jobs", "1", "--out", str(out / name)], check=True)
     (metrics,) = (out / name).glob("*/metrics.jsonl")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 
 from fedflat import Method, Part, Samples, models, train
 from fedflat.client import Brief, Problem
@@ -23,7 +24,7 @@ from fedflat.recipe import Evaluation, Local, Server
 from fedflat.server import conduct, first_state, view
 from fedflat.vector import Network
 
-ALL = ["consistency", "divergence", "discord", "cosine", "local", "classes"]
+ALL = ["consistency", "divergence", "discord", "cosine", "proximal", "lambda", "local", "classes"]
 COHORT = [0, 2, 3, 5, 7]
 
 
@@ -202,7 +203,7 @@ SCOPES = {"all": slice(0, 8), "body": slice(0, 6), "head": slice(6, 8)}
 @pytest.mark.parametrize("scope", SCOPES)
 def test_the_angle_of_one_step_is_that_of_update_and_proximal_gradient_within_the_scope(regression, scope):
     push = (0.5, -1.0, 2.0, 0.3, -0.7, 1.1, 0.9, -0.4)
-    method = Method(ProximalAscent(Push(push), rho=0.5, scope=scope))
+    method = Method(ProximalAscent(Push(push), rho=0.5, radius="fixed", scope=scope))
     problem = Problem(
         regression,
         Network(chain(), torch.float64),
@@ -223,6 +224,45 @@ def test_the_angle_of_one_step_is_that_of_update_and_proximal_gradient_within_th
     with closing(Inline(problem)) as engine:
         _, report = conduct(problem, Server(average="uniform"), state, engine, [0, 2])
     assert report.notes["cosine"] == pytest.approx(sum(expected) / 2, rel=1e-10)
+
+
+@pytest.mark.parametrize("radius", ["layer", "dim0"])
+def test_lambda_is_the_mean_entry_of_the_perturbations_shape_by_layer(digits, radius):
+    problem = problem_of(digits, mlp(), f"fedsol(rho=0.5, radius='{radius}')", measures=["lambda"])
+    problem = replace(problem, local=Local(batch=0, steps=2, lr=0.3))
+    state = first_state(problem)
+    with closing(Inline(problem)) as engine:
+        (upload,) = engine.turns(Brief(0, 0.3, {"weights": state.weights}), [2])
+    # Only the second step has a shape, that of the first step's move: a plain gradient on all of the client's samples.
+    module = mlp()
+    vector_to_parameters(state.weights, module.parameters())
+    inputs, labels = digits.batch(digits.shard(2), None)
+    F.cross_entropy(module(inputs), labels).backward()
+    expected: dict[str, list[Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        moved = parameter.grad.abs()
+        norm = moved.norm(dim=0, keepdim=True) if radius == "dim0" else moved.norm()
+        expected.setdefault(name.split(".")[0], []).append((moved / norm.clamp_min(1e-12)).flatten())
+    noted = {name: value for name, value in upload.notes.items() if name.startswith("lambda/")}
+    means = {f"lambda/{layer}": float(torch.cat(parts).mean()) for layer, parts in expected.items()}
+    assert noted == pytest.approx(means, rel=1e-4)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_the_proximal_loss_is_the_divergence_of_the_answers_on_the_clients_own_samples(digits, together):
+    problem = problem_of(digits, mlp(), measures=["proximal"], group=together)
+    state = first_state(problem)
+    with closing(Inline(problem)) as engine:
+        uploads = [*engine.turns(Brief(0, 0.3, {"weights": state.weights}), [0, 2])]
+    for upload in uploads:
+        inputs, _ = digits.batch(digits.shard(upload.client), None)
+        before, after = mlp().double(), mlp().double()
+        vector_to_parameters(state.weights.double(), before.parameters())
+        vector_to_parameters((state.weights + upload.delta).double(), after.parameters())
+        p, q = ((module(inputs.double()).detach() / 3).softmax(dim=1) for module in (before, after))
+        expected = float((p * (p / q).log()).sum(dim=1).mean())
+        assert upload.notes["proximal_loss"] == pytest.approx(expected, rel=1e-3)
+        assert expected > 1e-3
 
 
 def test_an_unknown_measure_is_named(digits):

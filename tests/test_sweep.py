@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from fedflat.cli import app, main
 from fedflat.errors import RecipeError, RunError
-from fedflat.methods import parse
+from fedflat.methods import parse, spell
 from fedflat.prepare import gather, prepare
 from fedflat.recipe import load
 from fedflat.run import execute
 from fedflat.sweep import jobs_for, load_sweep, shipped, summarised
-from fedflat.sweep.plan import flattened
+from fedflat.sweep.overrides import flattened
 from fedflat.sweep.results import columns, finished, mean_and_std, read_rows, save_result
 
 PATIENCE = 120  # seconds, against hanging only
@@ -55,6 +55,53 @@ grid.seed = [7]
 when = { method = "fedsam(0.1)" }
 set = { method = "fedsam(0.5)" }
 """
+FILLED = """
+preset = "man"
+after = ["flatness --k {k}"]
+
+[grid]
+method = ["fedavg", "fedsam({rho})", "fedsam({rho}) + man({man})"]
+setting = ["CIFAR δ=0.3", "CIFAR IID", "Tiny δ=0.3", "Tiny IID"]
+
+[fill]
+k = 1
+rho = 0.05
+man = 0.15
+
+[[override]]
+when = { setting = "CIFAR*" }
+set = {}
+
+[[override]]
+when = { setting = "Tiny*" }
+set = { model = "convnet-gn" }
+fill = { man = "0.2, layers='official_convnet'" }
+
+[[override]]
+when = { setting = "Tiny IID", method = "*man*" }
+fill = { rho = 0.01 }
+
+[scale.tiny]
+server.rounds = 2
+fill.k = 5
+"""
+# What the rows of these sweeps have beside the usual columns.
+COLUMNS = {
+    "fedsol-figure3": {
+        "local_accuracy_before",
+        "local_accuracy",
+        "local_accuracy_std",
+        "class_accuracy_std",
+        "forgetting",
+    },
+    "fedsol-figure4": {"lambda1", "lambda5", "lambda1/lambda5", "trace", "landscape_eigen_rise"},
+    "fedsol-figure8b": {"lambda/fc1", "lambda/head"},
+    "fedsol-figure9": {"proximal_loss", "cosine"},
+    "fedsol-figure10": {"divergence", "discord"},
+    "man-sensitivity": {"activation/relu1", "lambda1", "trace"},
+    "man-landscape": {"landscape_eigen_centre", "landscape_eigen_rise", "landscape_random_rise"},
+    "fedsmoo-landscapes": {"landscape_random_centre", "landscape_random_rise"},
+}
 HELD = '''
 import time
 from pathlib import Path
@@ -97,6 +144,56 @@ def test_overrides_refine_the_points_that_they_meet(tmp_path):
     assert points["fedsam-0.1_alpha=0.1_large_seed=0"].recipe.local.lr == load("sol").local.lr
 
 
+def test_names_in_braces_are_filled_by_setting(tmp_path):
+    points = load_sweep(written(tmp_path, FILLED)).points
+    methods = {(p.values["setting"], p.values["method"]): p.recipe.method for p in points}
+    both = "fedsam({rho}) + man({man})"
+    assert methods["CIFAR IID", "fedavg"] == "fedavg"
+    assert methods["Tiny IID", "fedsam({rho})"] == "fedsam(0.05)"
+    assert methods["CIFAR IID", both] == "fedsam(0.05) + man(0.15)"
+    assert methods["Tiny δ=0.3", both] == "fedsam(0.05) + man(0.2, layers='official_convnet')"
+    assert methods["Tiny IID", both] == "fedsam(0.01) + man(0.2, layers='official_convnet')"
+    assert {p.after for p in points} == {("flatness --k 1",)}
+    assert {p.after for p in load_sweep(written(tmp_path, FILLED), "tiny").points} == {("flatness --k 5",)}
+
+
+def test_a_label_of_the_grid_fills_braces_itself(tmp_path):
+    text = 'method = "fedavg + man({zeta})"\n[grid]\nzeta = [0.0, 0.15]\nseed = [0]'
+    points = load_sweep(written(tmp_path, text)).points
+    assert [p.recipe.method for p in points] == ["fedavg + man(0.0)", "fedavg + man(0.15)"]
+    assert [p.slug for p in points] == ["zeta=0.0_seed=0", "zeta=0.15_seed=0"]
+
+
+def test_a_star_in_when_stands_for_anything(tmp_path):
+    models = {p.values["setting"]: p.recipe.model.name for p in load_sweep(written(tmp_path, FILLED)).points}
+    assert models == {
+        "CIFAR δ=0.3": "lenet64",
+        "CIFAR IID": "lenet64",
+        "Tiny δ=0.3": "convnet-gn",
+        "Tiny IID": "convnet-gn",
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ("rho = 0.05", "", "mine.toml: 'fedsam({rho})': nothing fills {rho}; give it a value in [fill]"),
+        ("k = 1", "k = 1\nzeta = 0.1", "mine.toml: fill.zeta: no value has {zeta} in it"),
+        (
+            "fill = { rho = 0.01 }",
+            "fill = { roh = 0.01 }",
+            "mine.toml: fill.roh: no value has {roh} in it",
+        ),
+        ('"Tiny*"', '"Tini*"', "mine.toml: override 2: when.setting = 'Tini*' is not in the grid"),
+    ],
+)
+def test_a_name_that_is_not_filled_or_not_used_is_one_sentence(tmp_path, before, after, sentence):
+    assert before in FILLED
+    with pytest.raises(RecipeError) as caught:
+        load_sweep(written(tmp_path, FILLED.replace(before, after, 1)))
+    assert sentence in str(caught.value)
+
+
 def test_a_scale_lies_over_everything_and_set_over_that(tmp_path):
     sweep = load_sweep(written(tmp_path, GRID), "tiny", ["local.lr=0.5"])
     assert (sweep.scale, {p.recipe.seed for p in sweep.points}) == ("tiny", {7})
@@ -134,7 +231,7 @@ def test_only_takes_the_part_of_the_grid_that_has_these_values(tmp_path):
         ),
         ('"small", "large"', '"small", "large", "huge"', "mine.toml: grid.size: a recipe has no such field, and no"),
         ('size = "small" }', 'size = "smal" }', "when.size = 'smal' is not in the grid; did you mean small?"),
-        ("skip = true", "skipp = true", "mine.toml: override 3: there is no 'skipp'; it has when, set and skip"),
+        ("skip = true", "skipp = true", "mine.toml: override 3: there is no 'skipp'; it has when, set, fill and skip"),
         ("flatness --k 1", "rm -r", "mine.toml: after: 'rm -r' cannot follow a run; it may be personalize"),
         ("local.lr = 0.02", "local.lrr = 0.02", "mine.toml: local.lrr: there is no such field; did you mean local.lr?"),
         ('preset = "sol"', 'preset = "soul"', "mine.toml: preset = 'soul': there is none of that name"),
@@ -253,7 +350,41 @@ def test_the_tiny_form_of_every_sweep_that_comes_along_runs_two_rounds(name, tmp
         assert finished(folder, point)
         metrics = json.loads((folder / "result.json").read_text())["metrics"]
         assert 0 <= metrics["accuracy_last"] <= metrics["accuracy_best"] <= 1
+        assert all(isinstance(metrics[column], float) for column in COLUMNS.get(name, ()))
         assert all(columns(json.loads(answer.read_text())).keys() <= metrics.keys() for answer in answers)
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if name.startswith("fedsol-")])
+def test_fedsol_is_adaptive_wherever_its_paper_does_not_say_otherwise(name):
+    methods = {spell(p.recipe.method) for p in load_sweep(name).points}
+    ours = [method for method in methods if method.startswith("fedsol(")]
+    ours += [method for method in methods if method.startswith("fedsol_ablation(")]
+    assert ours
+    if name not in ("fedsol-figure8a", "fedsol-figure8b"):  # they compare forms of Λ
+        assert all("radius='dim0'" in method for method in ours)
+    if name not in ("fedsol-table8",):
+        assert all("scope='all'" in method for method in ours)
+
+
+def test_mans_settings_are_those_of_its_authors():
+    points = {
+        (p.values["setting"], p.values["method"]): p.recipe for p in load_sweep("man-accuracy").only(["seed=0"]).points
+    }
+    cifar = points["CIFAR-100 IID", "fedasam({asam}, eta=0.2) + man({man})"]
+    assert (cifar.split.name, cifar.split.stratified, cifar.split.clients) == ("iid", True, 100)
+    assert cifar.method == "fedasam(0.1, eta=0.2) + man(0.15)"
+    assert points["CIFAR-100 IID", "fedasam({asam}, eta=0.2)"].method == "fedasam(0.5, eta=0.2)"
+    tiny = points["Tiny-ImageNet IID", "fedsam({sam}) + man({man})"]
+    assert (tiny.method, tiny.split.stratified, tiny.model.name) == ("fedsam(0.01) + man(0.1)", None, "convnet-gn")
+    assert points["Tiny-ImageNet IID", "fedsam({sam})"].method == "fedsam(0.03)"
+    assert points["Tiny-ImageNet δ=0.6, as coded", "fedavg + man({man})"].method == (
+        "fedavg + man(0.2, layers='official_convnet')"
+    )
+    assert {recipe.evaluation.model for recipe in points.values()} == {"all"}
+    averages = {method.split("(")[0].split()[0]: recipe.server.average for (_, method), recipe in points.items()}
+    uniform = {"feddyn", "feddc", "fedspeed"}
+    assert {name for name, average in averages.items() if average == "uniform"} == uniform
+    assert averages.keys() - uniform == {"fedavg", "fedsam", "fedasam"}
 
 
 def test_what_counts_as_done_is_done_with_this_very_recipe(tmp_path):
@@ -368,6 +499,16 @@ def test_the_sweep_of_the_docs_is_one(tmp_path):
     (text,) = re.findall(r"```toml\n(.*?)```", (Path(__file__).parents[1] / "docs/sweeps.md").read_text("utf-8"), re.S)
     assert len(load_sweep(written(tmp_path, text)).points) == (3 + 1) * 2 * 3
     assert len(load_sweep(written(tmp_path, text), "laptop").points) == (3 + 1) * 2
+
+
+def test_the_docs_count_the_runs_of_every_sweep_of_a_paper():
+    text = (Path(__file__).parents[1] / "docs/sweeps.md").read_text("utf-8")
+    table = text.split("| sweep and table | runs | of |")[1].split("\n\n")[0]
+    counted = {}
+    for line in table.strip().splitlines()[1:]:
+        names, runs, _ = line.strip("|").split("|")
+        counted |= dict(zip(re.findall(r"`([\w-]+)`", names), map(int, runs.split(",")), strict=True))
+    assert counted == {name: len(load_sweep(name).points) for name in shipped() if name != "fashion"}
 
 
 def test_nested_tables_and_dotted_names_are_the_same_grid():

@@ -19,7 +19,7 @@ from fedflat.group import can_share, train_together
 from fedflat.heap import first_step_apart, keep_freed_memory
 from fedflat.local import Batch, LocalRule, Loss, Outcome, Vectors, train
 from fedflat.method import Method
-from fedflat.metrics import Score, score
+from fedflat.metrics import Score, proximal_loss, score
 from fedflat.parts import Upload
 from fedflat.randomness import generator, key
 from fedflat.recipe import Local
@@ -27,6 +27,7 @@ from fedflat.vector import Network
 
 BufferPolicy = Literal["average", "local", "refuse"]
 STAGES = ("planning", "training", "settling", "evaluating")
+SCORED = 500  # samples of a chunk, when a client looks at all of its own
 FAILURES = ("raised", "hung", "died")  # why a client may have no upload at all
 
 
@@ -202,13 +203,22 @@ class Worker:
             lr=rule.mean_lr * rule.effective_steps / rule.steps,
             loss=outcome.loss,
             delta=outcome.delta,
-            notes=outcome.notes,
+            notes={**outcome.notes, **self._noted(brief, client, outcome)},
         )
         upload, kept = problem.method.report(trained, brief.sent, memory, outcome)
         vectors = dict(upload.vectors)
         if buffers.numel():
             (kept if "buffers" in memory else vectors)["buffers"] = buffers.clone()
         return replace(upload, vectors=vectors, memory=kept)
+
+    def _noted(self, brief: Brief, client: int, outcome: Outcome) -> dict[str, float]:
+        """What the recipe wants to know of the model that the client ended with."""
+        problem, start = self.problem, brief.sent["weights"]
+        if "proximal" not in problem.measures:
+            return {}
+        indices = problem.federation.shard(client).split(SCORED)
+        batches = (problem.federation.batch(some, None) for some in indices)
+        return {"proximal_loss": proximal_loss(problem.network, start, start + outcome.delta, batches)}
 
     def _rule(self, brief: Brief, client: int) -> LocalRule:
         local, federation = self.problem.local, self.problem.federation

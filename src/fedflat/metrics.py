@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedflat.local import Loss
+from fedflat.local import Batch, Loss
 from fedflat.parts import Upload
+from fedflat.vector import Network
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,27 @@ def score(module: nn.Module, inputs: Tensor, labels: Tensor, loss: Loss, classes
     hits = labels[logits.argmax(dim=1) == labels]
     correct, present = (torch.bincount(x, minlength=classes).tolist() for x in (hits, labels))
     return Score(total, tuple(correct), tuple(present), len(labels))
+
+
+@torch.no_grad()
+def proximal_loss(network: Network, start: Tensor, end: Tensor, batches: Iterable[Batch], tau: float = 3.0) -> float:
+    """KL( softmax(z_g/τ) ‖ softmax(z/τ) ) in the mean over samples: how far answers moved (FedSoL, Fig. 9a).
+
+    Args:
+        network: where both models are run, in evaluation mode; it is left with `end`, and its buffers serve both.
+        start: the global weights w_g that the client began with.
+        end: the weights after its local training.
+        batches: the client's samples.
+        tau: temperature τ; 3 is that of FedSoL's proximal loss.
+    """
+    network.module.eval()
+    batches, answers = list(batches), []
+    for weights in (start, end):
+        network.weights.copy_(weights)
+        logits = torch.cat([network.module(inputs) for inputs, _ in batches])
+        answers.append(F.log_softmax(logits / tau, dim=1))
+    known, now = answers
+    return float(F.kl_div(now, known, reduction="batchmean", log_target=True))
 
 
 def consistency(uploads: Sequence[Upload], moved: Tensor) -> float:

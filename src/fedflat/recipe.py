@@ -115,7 +115,7 @@ class Server(Section):
 
 
 TrackerName = Literal["tensorboard", "mlflow", "wandb"]
-Measure = Literal["consistency", "divergence", "discord", "cosine", "local", "classes"]
+Measure = Literal["consistency", "divergence", "discord", "cosine", "proximal", "lambda", "local", "classes"]
 
 
 class Evaluation(Section):

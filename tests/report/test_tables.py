@@ -21,7 +21,13 @@ from fedflat.sweep import load_sweep
 from fedflat.sweep.results import METRICS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-MEASURED = {*METRICS, "lambda1", "trace", "personal_local"}
+MEASURED = {
+    *METRICS, "lambda1", "lambda1/lambda5", "trace", "personal_local", "local_accuracy_before", "local_accuracy",
+    "local_accuracy_std", "class_accuracy_std", "forgetting", "divergence", "discord", "cosine", "proximal_loss",
+}  # fmt: skip
+NAMED = re.compile(
+    r"personal_(finetune|perfedavg|knn)_[15]|duality_fc2_\w+|landscape_(eigen|random)_(rise|centre)|(activation|lambda)/[\w.]+"
+)
 
 
 def rows(name, scale="full", metric="accuracy_last", **wanted):
@@ -58,7 +64,7 @@ def test_every_published_number_has_its_runs_in_the_sweep_of_that_name(name):
         assert found or table.values[i][j] is None, wanted
         used |= set(found)
         metric = row.metric or column.metric or table.metric
-        assert metric in MEASURED or re.match(r"personal_(finetune|knn)_[15]$|duality_fc2_", metric)
+        assert metric in MEASURED or NAMED.fullmatch(metric), metric
     assert used == {p.slug for p in points}
 
 
@@ -172,6 +178,21 @@ def test_what_differs_in_the_settings_is_said():
     changed = rows("fedsol-table6")
     changed[0]["asked"]["local"]["lr"] = 0.5
     assert settings_notes("fedsol-table6", changed) == ["local.lr: 0.01 at full scale, 0.5 here (1 of 21 runs)"]
+
+
+def test_a_seed_with_a_setting_of_its_own_is_compared_with_that_seed():
+    ours = rows("man-eigenvalues", metric="lambda1", method="fedavg")
+    assert {row["asked"]["split"]["seed"] for row in ours} == {23217, 43217, 83217}
+    assert settings_notes("man-eigenvalues", ours) == ["The settings are those of the sweep at full scale."]
+    ours[-1]["asked"]["split"]["seed"] = 5
+    assert settings_notes("man-eigenvalues", ours) == ["split.seed: 83217 at full scale, 5 here (1 of 6 runs)"]
+
+
+def test_a_column_may_have_a_factor_and_digits_of_its_own():
+    ours = [{**row, "lambda1": 12.345, "trace": 987.6} for row in rows("man-sensitivity", zeta=0.1, seed=0)]
+    sheet = compared(published("man-sensitivity"), [{**row, "accuracy_last": 0.5} for row in ours])
+    block = cells(sheet)["δ = 0.3 ζ = 0.1"]
+    assert dict(zip(sheet.heads[0], block["ours"], strict=True)) == {"accuracy": "50.00", "λ₁": "12.35", "trace": "988"}
 
 
 def test_results_of_two_scales_are_not_mixed():

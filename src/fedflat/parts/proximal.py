@@ -109,7 +109,19 @@ class ProximalStep:
         g = g * torch.where(norm < self.part.zero, 0.0, self.part.rho / (norm + 1e-12))
         if self.part.radius == "fixed":
             return g
-        return g * shape(slope.weights - self.anchor, self.inner.layout, self.part.radius)[span]
+        moved = slope.weights - self.anchor
+        radii = shape(moved, self.inner.layout, self.part.radius)
+        if "lambda" in self.inner.measures and bool(moved.any()):
+            self._note_radii(slope, radii)
+        return g * radii[span]
+
+    def _note_radii(self, slope: Slope, radii: Tensor) -> None:
+        """Note the mean entry of Λ by layer; at a round's first step w = w_g, and there is no Λ."""
+        layers: dict[str, list[Tensor]] = {}
+        for name, place in self.inner.layout.slices.items():
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(radii[place])
+        for layer, parts in layers.items():
+            slope.notes.add(f"lambda/{layer}", torch.cat(parts).mean())
 
     def _linear(self, g: Tensor, weights: Tensor, span: slice) -> Tensor:
         if self.inner.pull is not None:

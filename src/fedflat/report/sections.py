@@ -22,6 +22,7 @@ CURVES = {
     "divergence": ("Distance from the model they began with", "(1/n) Σ ‖wᵢ − w‖", True),
     "discord": ("Distance between local models", "mean ‖wᵢ − wⱼ‖", True),
     "cosine": ("Cosine of update and proximal gradient", "cosine", False),
+    "proximal_loss": ("Distance of their answers from the model they began with", "KL at temperature 3", False),
     "lambda1": ("Sharpness during training", "λ₁ of the Hessian", False),
     "epsilon": ("Privacy spent", "ε", False),
 }

@@ -18,7 +18,8 @@ from rich.text import Text
 
 from fedflat.errors import RecipeError, nearest
 from fedflat.report.sheets import Cell, Sheet
-from fedflat.sweep.plan import FULL, flattened, load_sweep, shipped, spelled
+from fedflat.sweep.overrides import flattened, spelled
+from fedflat.sweep.plan import FULL, load_sweep, shipped
 from fedflat.sweep.results import Row, mean_and_std
 
 VALUE = re.compile(r"(?P<mean>\d+(?:\.\d+)?)(?P<more>\+)?(?: ± (?P<std>\d*\.?\d+))?(?P<arrow> [↑↓])?(?P<note> .+)?")
@@ -121,9 +122,8 @@ def compared(table: Published, rows: Sequence[Row]) -> Sheet:
         lines = [(name, "paper", [_cell(table.values[i][j], (i, j) in papers_bold) for j in shown])]
         if rows and any(ours[i]):
             arrows = {j: _arrow(table, row, table.columns[j], rows) for j in shown}
-            digits = _digits(table, row)
             lines.append((name, "ours", [_cell(ours[i][j], (i, j) in our_bold, arrows[j]) for j in shown]))
-            lines.append((name, "Δ", [_difference(ours[i][j], table.values[i][j], digits) for j in shown]))
+            lines.append((name, "Δ", [_differing_by(table, i, j, ours[i][j]) for j in shown]))
         blocks.append(lines[1:2] if silent else lines)
     blocks = [lines for lines in blocks if lines]
     heads = [list(level) for level in zip(*(table.columns[j].heads for j in shown), strict=True)]
@@ -151,7 +151,7 @@ def _measured(
     if not found or all(value is None for value in values):
         never = found and metric == "rounds_to_target"
         return Value(math.inf, f"{found[0]['asked']['server']['rounds']}+") if never else None
-    factor, digits = row.factor or table.factor, _digits(table, row)
+    factor, digits = row.factor or column.factor or table.factor, _digits(table, row, column)
     mean, std = mean_and_std(values)
     if mean is None:
         reached = [value for value in values if value is not None]
@@ -162,15 +162,17 @@ def _measured(
     return Value(mean * factor, f"{mean * factor:.{digits}f}{spread}")
 
 
-def _digits(table: Published, row: Axis) -> int:
-    return table.digits if row.digits is None else row.digits
+def _digits(table: Published, row: Axis, column: Axis) -> int:
+    return next(digits for digits in (row.digits, column.digits, table.digits) if digits is not None)
 
 
 def _cell(value: Value | None, bold: bool, arrow: str = "") -> Cell:
     return Cell("–") if value is None else Cell(value.text + arrow, bold)
 
 
-def _difference(ours: Value | None, paper: Value | None, digits: int) -> Cell:
+def _differing_by(table: Published, i: int, j: int, ours: Value | None) -> Cell:
+    """Ours less the paper's, in row i and column j."""
+    paper, digits = table.values[i][j], _digits(table, table.rows[i], table.columns[j])
     if ours is None or paper is None or not (math.isfinite(ours.mean) and math.isfinite(paper.mean)):
         return Cell("–")
     return Cell(f"{ours.mean - paper.mean:+.{digits}f}".replace("-", "−"))
@@ -206,11 +208,13 @@ def settings_notes(name: str, rows: Sequence[Row]) -> list[str]:
         return [f"There is no sweep file {name} to compare the settings with."]
     points = load_sweep(name).points
     fields, seeds = list(points[0].values), {point.values.get("seed", 0) for point in points}
-    wanted = {_place(point.values, fields): flattened(point.asked()) for point in points}
+    wanted = {_place(point.values, fields): flattened(point.asked()) for point in reversed(points)}
+    seeded = {(_place(point.values, fields), point.values.get("seed")): flattened(point.asked()) for point in points}
     counted: Counter[tuple[str, str, str]] = Counter()
     strangers = 0
     for row in rows:
-        paper, ours = wanted.get(_place(row, fields)), flattened(row["asked"])
+        place, ours = _place(row, fields), flattened(row["asked"])
+        paper = seeded.get((place, row.get("seed")), wanted.get(place))  # a seed may have a setting of its own
         strangers += paper is None
         counted.update(_differing(paper or ours, ours))
     notes = [

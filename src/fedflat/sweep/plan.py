@@ -6,14 +6,19 @@ It is a recipe file with tables of its own::
     after = ["personalize --epochs 1 5"]     # commands on each finished run, whose numbers join its row
 
     [grid]                                   # every combination is a run
-    method = ["fedavg", "fedsol"]
+    method = ["fedavg", "fedsam({rho})"]
     split.alpha = [0.1, 0.5]
-    size = ["small", "large"]                # no field of a recipe: a label, which overrides give its meaning
+    size = ["small", "large"]                # not a field of a recipe: a label, whose meaning overrides give, or that
+                                             # stands in braces elsewhere
     seed = [0, 1, 2]
 
-    [[override]]                             # where these values meet, that is set (or `skip = true`)
-    when = { size = "large", method = ["fedavg"] }
+    [fill]                                   # what stands for a name in braces, here and in the rest of the file
+    rho = 0.1
+
+    [[override]]                             # where these values meet, that is set (or `skip = true`); a star stands
+    when = { size = "large", method = "fed*" }              # for anything
     set = { model.hidden = [512], local.lr = 0.05 }
+    fill = { rho = 0.05 }
 
     [scale.laptop]                           # `--scale laptop`: laid over everything; may have grid, after and
     server.rounds = 20                       # overrides of its own
@@ -36,13 +41,23 @@ from typing import Any
 
 from fedflat.errors import RecipeError, nearest
 from fedflat.recipe import SECTIONS, Recipe, nested, parsed_override, stacked
+from fedflat.sweep.overrides import (
+    Override,
+    Table,
+    filled,
+    flattened,
+    listed,
+    names_in,
+    overrides_of,
+    refuse_unused,
+    spelled,
+    subtable,
+)
 
-AFTER = ("personalize", "flatness", "duality")
-OWN = ("grid", "override", "scale")
+AFTER = ("personalize", "flatness", "landscape", "duality")
+OWN = ("grid", "fill", "override", "scale")
 FULL = "full"
 LONGEST = 100  # characters of a run's directory; file systems allow 255 bytes
-
-Table = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -93,18 +108,6 @@ class Sweep:
         return replace(self, points=points)
 
 
-@dataclass(frozen=True)
-class Override:
-    """What is set, or that the point is left out, where grid values meet."""
-
-    when: dict[str, list[Any]]
-    set: Table
-    skip: bool = False
-
-    def meets(self, values: Table) -> bool:
-        return all(values[field] in wanted for field, wanted in self.when.items())
-
-
 def shipped() -> dict[str, Path]:
     """The sweep files that come with fedflat, by name."""
     package = Path(__file__).parents[1]
@@ -141,38 +144,35 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _scale(table: Table, name: str | None) -> Table:
-    scales = _table(table, "scale")
+    scales = subtable(table, "scale")
     if name is None or name == FULL:
         return {}
     if name not in scales:
         raise RecipeError(f"--scale {name}: there is none of that name; {nearest(name, [FULL, *scales])}")
-    return _table(scales, name)
-
-
-def _table(above: Table, name: str) -> Table:
-    found = above.get(name, {})
-    if not isinstance(found, Mapping):
-        raise RecipeError(f"{name} = {found!r}: must be a table")
-    return found
+    return subtable(scales, name)
 
 
 def _points(table: Table, scale: Table, layers: Sequence[Table]) -> Iterator[Point]:
-    grid = _checked(flattened(_table(table, "grid")))
-    axes = _checked(grid | flattened(_table(scale, "grid")))
-    base = {name: value for name, value in table.items() if name not in (*OWN, "after")}
+    grid = _checked(flattened(subtable(table, "grid")))
+    axes = _checked(grid | flattened(subtable(scale, "grid")))
+    base = {name: value for name, value in table.items() if name not in OWN}
     last = {name: value for name, value in scale.items() if name not in OWN}
     known = {field: [*grid.get(field, ()), *values] for field, values in axes.items()}
-    common, scaled = (_overrides(each, known) for each in (table, scale))
-    _refuse_unexplained(axes, [*common, *scaled])
+    common, scaled = (overrides_of(each, known) for each in (table, scale))
+    fill, overrides = {**subtable(table, "fill"), **subtable(scale, "fill")}, [*common, *scaled]
+    used = names_in(base, last, known, [override.set for override in overrides])
+    refuse_unused(fill, overrides, used)
+    _refuse_unexplained({field: values for field, values in axes.items() if field not in used}, overrides)
     for combination in product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))
         met, narrowed = ([o for o in some if o.meets(values)] for some in (common, scaled))
         if any(override.skip for override in (*met, *narrowed)):
             continue
         point = (nested(field, value) for field, value in values.items() if is_field(field))
-        stack = [*point, *(o.set for o in met), last, *(o.set for o in narrowed), *layers]
-        commands = next((each["after"] for each in reversed(stack) if "after" in each), table.get("after", []))
-        recipe = stacked(base, *({k: v for k, v in each.items() if k != "after"} for each in stack))
+        here = {**fill, **values, **{name: value for o in (*met, *narrowed) for name, value in o.fill.items()}}
+        stack = filled([base, *point, *(o.set for o in met), last, *(o.set for o in narrowed), *layers], here)
+        commands: Any = next((each["after"] for each in reversed(stack) if "after" in each), [])
+        recipe = stacked(*({k: v for k, v in each.items() if k != "after"} for each in stack))
         yield Point(values, recipe, _commands(commands), _slug(values))
 
 
@@ -185,29 +185,6 @@ def _checked(axes: dict[str, Any]) -> dict[str, list[Any]]:
         if len({spelled(value) for value in values}) < len(values):
             raise RecipeError(f"grid.{field}: a value is listed twice")
     return axes
-
-
-def _overrides(table: Table, grid: Mapping[str, list[Any]]) -> list[Override]:
-    tables = table.get("override", [])
-    if not isinstance(tables, list) or not all(isinstance(each, Mapping) for each in tables):
-        raise RecipeError("override: write each one below a line [[override]]")
-    return [_override(number, each, grid) for number, each in enumerate(tables, 1)]
-
-
-def _override(number: int, table: Table, grid: Mapping[str, list[Any]]) -> Override:
-    where = f"override {number}"
-    for name in table:
-        if name not in ("when", "set", "skip"):
-            raise RecipeError(f"{where}: there is no {name!r}; it has when, set and skip")
-    when = {field: _listed(value) for field, value in flattened(_table(table, "when")).items()}
-    for field, values in when.items():
-        if field not in grid:
-            raise RecipeError(f"{where}: when.{field} is not in the grid; {nearest(field, grid)}")
-        for value in values:
-            if value not in grid[field]:
-                hint = nearest(spelled(value), map(spelled, grid[field]))
-                raise RecipeError(f"{where}: when.{field} = {value!r} is not in the grid; {hint}")
-    return Override(when, _table(table, "set"), bool(table.get("skip", False)))
 
 
 def _refuse_unexplained(axes: Mapping[str, list[Any]], overrides: Sequence[Override]) -> None:
@@ -235,32 +212,11 @@ def is_field(path: str) -> bool:
     return section in SECTIONS and name in type(Recipe.model_fields[section].default).model_fields
 
 
-def flattened(table: Table, above: str = "") -> dict[str, Any]:
-    """Nested tables as one with dotted names.
-
-    >>> flattened({"seed": [0], "split": {"alpha": [0.1]}})
-    {'seed': [0], 'split.alpha': [0.1]}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        flat |= flattened(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
-    return flat
-
-
 def _commands(after: Any) -> tuple[str, ...]:
-    for command in _listed(after):
+    for command in listed(after):
         if not isinstance(command, str) or command.split(" ")[0] not in AFTER:
             raise RecipeError(f"after: {command!r} cannot follow a run; it may be {', '.join(AFTER)} with options")
-    return tuple(_listed(after))
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def spelled(value: Any) -> str:
-    """A grid value as text: a table in JSON, anything else as it prints."""
-    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+    return tuple(listed(after))
 
 
 def _slug(values: Table) -> str:

@@ -8,15 +8,18 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 from typing import Any
 
 from fedflat.errors import RunError
 from fedflat.folder import read_whole, write_whole, written_to
-from fedflat.sweep.plan import Point, Sweep, spelled
+from fedflat.sweep.overrides import spelled
+from fedflat.sweep.plan import Point, Sweep
 
 METRICS = ("accuracy_last", "accuracy_best", "accuracy_mean_of_last_10", "rounds_to_target", "bytes_up", "bytes_down",
            "seconds", "consistency")  # fmt: skip
+ELSEWHERE = {"round", "cohort", "accuracy"}  # of a record: in the settings, or under another name
+FORGOTTEN = 0.5  # of the best accuracy that a class ever had: below it, the class counts as forgotten
 GO_ON = "make room, then give the same command again"
 TAIL = 2**17  # bytes, more than any record of a round
 
@@ -34,6 +37,9 @@ def save_result(folder: Path, point: Point, scale: str, answers: Iterable[Path])
     """Write result.json, which makes the run a finished one of the sweep."""
     summary, last = json.loads(read_whole(folder / "summary.json")), last_record(folder)
     metrics = {name: summary.get(name, last.get(name)) for name in METRICS}
+    metrics |= {name: value for name, value in noted(last).items() if name not in metrics}
+    if "class_accuracy" in last:
+        metrics |= by_class(read_whole(folder / "metrics.jsonl").splitlines())
     for path in answers:
         metrics |= columns(json.loads(read_whole(path)))
     result = {"values": point.values, "scale": scale, "metrics": metrics, "asked": point.asked()}
@@ -50,6 +56,36 @@ def last_record(folder: Path) -> Row:
     return {}
 
 
+def noted(record: Row) -> Row:
+    """Every number of a round's record: the loss, the measures asked for, and what the method's parts noted.
+
+    >>> noted({"round": 3, "accuracy": 0.5, "loss": 1.2, "cohort": [1, 4], "activation/relu1": 0.3, "cosine": None})
+    {'loss': 1.2, 'activation/relu1': 0.3, 'cosine': None}
+    """
+    numbers = {name: value for name, value in record.items() if value is None or isinstance(value, int | float)}
+    return {name: value for name, value in numbers.items() if name not in ELSEWHERE}
+
+
+def by_class(lines: Iterable[bytes | str]) -> Row:
+    """What became of the classes: `forgetting` is (1/C) Σ_c max_t (a_c(t) − a_c(T)) (Lee et al. 2021, FedNTD).
+
+    `class_accuracy_std` is the spread over the classes in the last round T, `classes_forgotten` how many of them ended
+    below half of the best accuracy they ever had.
+
+    >>> rounds = [{"class_accuracy": [0.8, 0.5]}, {"loss": 1.0}, {"class_accuracy": [0.2, 0.6]}]
+    >>> {name: round(value, 3) for name, value in by_class(map(json.dumps, rounds)).items()}
+    {'class_accuracy_std': 0.2, 'forgetting': 0.3, 'classes_forgotten': 1}
+    """
+    seen = [json.loads(line).get("class_accuracy") for line in lines]
+    curves = [[value for value in curve if value is not None] for curve in zip(*filter(None, seen), strict=True)]
+    pairs = [(max(curve), curve[-1]) for curve in curves if curve]
+    return {
+        "class_accuracy_std": pstdev(last for _, last in pairs),
+        "forgetting": fmean(best - last for best, last in pairs),
+        "classes_forgotten": sum(last < FORGOTTEN * best for best, last in pairs),
+    }
+
+
 def columns(answer: Any) -> Row:
     """The numbers of a command that followed a run, under names that say what they are."""
     if isinstance(answer, list):
@@ -57,9 +93,19 @@ def columns(answer: Any) -> Row:
     if "layers" in answer:
         return _duality(answer["layers"])
     (run,) = answer["runs"]
-    spectrum = run["spectrum"]
+    if "plane" in answer:
+        return {f"landscape_{answer['plane']}_{name}": run[name] for name in ("centre", "rise")}
+    return _spectrum(run["spectrum"])
+
+
+def _spectrum(spectrum: Row) -> Row:
+    """λ₁, the trace by the estimate with the smaller error, and as far as they were asked for λ₅ and λ₁/λ₅."""
     trace = min(spectrum["trace"], spectrum["trace_plus_plus"], key=lambda estimate: estimate["error"])
-    return {"lambda1": spectrum["eigenvalues"][0], "trace": trace["mean"]}
+    values = spectrum["eigenvalues"]
+    found = {"lambda1": values[0], "trace": trace["mean"]}
+    if len(values) >= 5:
+        found |= {"lambda5": values[4], "lambda1/lambda5": values[0] / values[4] if values[4] else None}
+    return found
 
 
 def _personal(rows: Iterable[Row]) -> Row:
