@@ -60,7 +60,8 @@ class ServerMomentum(Part):
     FedNSAM). The server sends that point itself, so nothing more goes down.
 
     Deviations: FedNSAM's released server adds β times the new average where its formula has the old momentum; ours is
-    the formula.
+    the formula, from the code: of the paper only the abstract was at hand. That names the global momentum also as the
+    direction of the clients' perturbation, where the code and ours take the client's own gradient.
     """
 
     stage = "server"
