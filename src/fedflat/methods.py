@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
 from fedflat.catalogue import CATALOGUE, CHOICES
@@ -16,6 +17,7 @@ from fedflat.observe import passes
 from fedflat.parts import Part
 
 HYPHEN = re.compile(r"(?<=[a-z])-(?=[a-z])")
+OWN = re.compile(r"\b([A-Za-z_][\w.]*):([A-Za-z_]\w*)")  # package.module:Name
 Call = tuple[str, dict[str, Any]]
 Written = str | Mapping[str, Any] | Iterable[Any]
 
@@ -27,6 +29,8 @@ def parse(written: Method | Part | Written) -> Method:
     Method(Ascent(rho=0.05), WeightAveraging(start=20, every=1))
     >>> parse([{"name": "fedsam", "rho": 0.05}, "swa(20)"])
     Method(Ascent(rho=0.05), WeightAveraging(start=20, every=1))
+    >>> parse("fedflat.parts:Ascent(rho=0.05) + swa(20)")
+    Method(Ascent(rho=0.05), WeightAveraging(start=20, every=1))
     """
     if isinstance(written, Method):
         return written
@@ -34,8 +38,32 @@ def parse(written: Method | Part | Written) -> Method:
         return Method(written)
     total = Method()
     for name, options in _calls(written):
-        total = total + CATALOGUE[name].build(**options)
+        total = total + (own_part(name, options) if ":" in name else CATALOGUE[name].build(**options))
     return total
+
+
+def own_part(path: str, options: Mapping[str, Any]) -> Part:
+    """A part by the import path of its class, `package.module:Name`; only classes of parts are called.
+
+    >>> own_part("fedflat.parts:Ascent", {"rho": 0.05})
+    Ascent(rho=0.05)
+    """
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(import_module(module), name, None)
+    except ImportError as error:
+        raise RecipeError(f"method: {path}: {module} cannot be imported ({error})") from None
+    if not (isinstance(found, type) and issubclass(found, Part)):
+        raise RecipeError(f"method: {path} is not the class of a part (a subclass of fedflat.Part)")
+    known = [f.name for f in fields(found) if f.init]
+    for option in options:
+        if option not in known:
+            hint = nearest(option, known) if known else "it has none"
+            raise RecipeError(f"method: {path} has no option {option!r}; {hint}")
+    try:
+        return found(**options)
+    except TypeError as error:
+        raise RecipeError(f"method: {path}: {error}") from None
 
 
 def spell(written: Method | Part | Written) -> str:
@@ -45,9 +73,19 @@ def spell(written: Method | Part | Written) -> str:
     'mofedsam(rho=0.05, mix=0.1) + swa(start=10, every=1)'
     """
     if isinstance(written, Method | Part):
-        return repr(written)
-    calls = (f"{name}({', '.join(f'{k}={v!r}' for k, v in options.items())})" for name, options in _calls(written))
+        parts = written.parts if isinstance(written, Method) else (written,)
+        return " + ".join(map(_spelled, parts)) or "fedavg"
+    calls = (f"{name}({', '.join(f'{k}={_spelled(v)}' for k, v in o.items())})" for name, o in _calls(written))
     return " + ".join(call.removesuffix("()") for call in calls)
+
+
+def _spelled(value: Any) -> str:
+    """A part by its import path and its options; anything else as Python writes it."""
+    if not isinstance(value, Part):
+        return repr(value)
+    kind = type(value)
+    options = ", ".join(f"{f.name}={_spelled(getattr(value, f.name))}" for f in fields(value) if f.init)
+    return f"{kind.__module__}:{kind.__qualname__}" + (f"({options})" if options else "")
 
 
 def _calls(written: Written) -> list[Call]:
@@ -65,6 +103,10 @@ def _calls(written: Written) -> list[Call]:
 
 
 def _call(name: str, arguments: list[Any], options: dict[str, Any]) -> Call:
+    if ":" in name:
+        if arguments:
+            raise RecipeError(f"method: name the options of {name}, as in {name}(rho={arguments[0]!r})")
+        return name, options
     name = name.replace("-", "_")
     if name not in CATALOGUE:
         raise RecipeError(f"method: there is no {name!r}; {nearest(name, CATALOGUE)}")
@@ -79,26 +121,43 @@ def _call(name: str, arguments: list[Any], options: dict[str, Any]) -> Call:
 
 
 def _from_text(text: str) -> list[Call]:
+    own: dict[str, str] = {}
+
+    def stand_in(match: re.Match[str]) -> str:
+        """Python's grammar has no `module:Name`: a name of its own stands for it."""
+        own[f"own_{len(own)}_"] = match.group()
+        return list(own)[-1]
+
     try:
-        tree = ast.parse(HYPHEN.sub("_", text.strip()), mode="eval").body
-    except SyntaxError:
+        tree = ast.parse(HYPHEN.sub("_", OWN.sub(stand_in, text.strip())), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise RecipeError(f"method = {text!r}: write it like 'feddyn + man(0.15)'") from None
-    return _from_tree(tree, text)
+    return _from_tree(tree, text, own)
 
 
-def _from_tree(tree: ast.expr, text: str) -> list[Call]:
+def _from_tree(tree: ast.expr, text: str, own: Mapping[str, str]) -> list[Call]:
     if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
-        return _from_tree(tree.left, text) + _from_tree(tree.right, text)
+        return _from_tree(tree.left, text, own) + _from_tree(tree.right, text, own)
     if isinstance(tree, ast.Name):
-        return [_call(tree.id, [], {})]
+        return [_call(own.get(tree.id, tree.id), [], {})]
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
+        name = own.get(tree.func.id, tree.func.id)
         try:
-            arguments = [ast.literal_eval(a) for a in tree.args]
-            options = {str(k.arg): ast.literal_eval(k.value) for k in tree.keywords}
+            arguments = [_value(a, text, own) for a in tree.args]
+            options = {str(k.arg): _value(k.value, text, own) for k in tree.keywords}
         except ValueError:
-            raise RecipeError(f"method = {text!r}: the options of {tree.func.id} must be plain values") from None
-        return [_call(tree.func.id, arguments, options)]
+            raise RecipeError(f"method = {text!r}: the options of {name} must be plain values") from None
+        return [_call(name, arguments, options)]
     raise RecipeError(f"method = {text!r}: write it like 'feddyn + man(0.15)'")
+
+
+def _value(tree: ast.expr, text: str, own: Mapping[str, str]) -> Any:
+    """A plain value, or one of the user's own parts as an option of another (what FedSoL wraps)."""
+    name = tree.func if isinstance(tree, ast.Call) else tree
+    if isinstance(name, ast.Name) and name.id in own:
+        ((path, options),) = _from_tree(tree, text, own)
+        return own_part(path, options)
+    return ast.literal_eval(tree)
 
 
 def cost(method: Method) -> dict[str, Any]:
