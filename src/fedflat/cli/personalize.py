@@ -33,6 +33,7 @@ def personalize(
     """
     from rich.progress import track
 
+    from fedflat.export import standing
     from fedflat.folder import read_model, read_recipe
     from fedflat.personal import Neighbours, personalise, save, summary
     from fedflat.prepare import assemble, last_lr, load_run
@@ -47,7 +48,7 @@ def personalize(
         problem, recipe = load_run(run)
         if how == "local":
             problem = assemble(recipe, problem.federation, None, problem.method, problem.loss)
-        lr = recipe.local.lr if how == "local" else last_lr(recipe)
+        lr = recipe.local.lr if how == "local" else last_lr(recipe, standing(run)["rounds"])
         watch = partial(track, description=str(run), console=err, transient=True, disable=not err.is_terminal)
         start = problem.network.weights
         results = personalise(problem, start, epochs, how, lr=lr, size=size, neighbours=neighbours, watch=watch)

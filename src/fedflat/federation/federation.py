@@ -168,6 +168,7 @@ def federate(
     augment: Augment | None = None,
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
+    normalise: bool = True,
     **options: Any,
 ) -> Federation:
     """A data set by name (or your own `Dataset`) divided among clients, by a split's name or a saved split's .npz file.
@@ -179,7 +180,10 @@ def federate(
     if split == "given":
         raise SplitError("split = 'given': this federation was made in Python; pass it to fedflat.train again")
     dataset = load(data, directory) if isinstance(data, str) else data
-    dataset = replace(dataset, mean=mean or dataset.mean, std=std or dataset.std)
+    if normalise:
+        dataset = replace(dataset, mean=mean or dataset.mean, std=std or dataset.std)
+    else:
+        dataset = replace(dataset, mean=(0.0,) * len(dataset.mean), std=(1.0,) * len(dataset.std))
     train = dataset.train
     if split.endswith(".npz"):
         shards = _saved(split, dataset)
