@@ -37,7 +37,8 @@ METHODS = {
     "FedSMOO": "fedsmoo(rho=0.05)",
     "FedSoL": "fedsol(scope='head')",
 }
-COLUMNS = ("accuracy", "loss", "λ₁", "λ₁/λ₅", "trace", "adaptive sharpness", "log₁₀ V_L", "paired gap", "Σσ_wσ_g")
+COLUMNS = ("accuracy", "loss", "λ₁", "λ₁/λ₅", "trace", "adaptive sharpness", "log₁₀ V_L", "gap", "of the pairs",
+           "Σσ_wσ_g")  # fmt: skip
 PORTION = Portion(samples=250, batch=250)
 
 
@@ -64,8 +65,9 @@ def study(method: str, data: str, rounds: int) -> tuple[dict[str, str], Landscap
         "trace": f"{spread.mean:.0f} ± {spread.error:.0f}",
         "adaptive sharpness": f"{adaptive_sharpness(objective):.3f}",
         "log₁₀ V_L": f"{capacity(objective.module, objective.batches[0][0][:1]).log10:.2f}",
-        "paired gap": f"{dual.paired_gap:.4f}",
-        "Σσ_wσ_g": f"{dual.spread:.4f}",
+        "gap": f"{dual.gap:.4f}",
+        "of the pairs": ", ".join(f"{found.paired_gap:.4f}" for found in dual.pairings.values()),
+        "Σσ_wσ_g": ", ".join(f"{found.envelope:.4f}" for found in dual.pairings.values()),
     }
     return numbers, around, dual
 
