@@ -4,14 +4,13 @@
 
 100 clients (Dirichlet 0.3), 10 a round, the FedAvg-CNN, one local epoch, one seed. Curvature, sharpness and landscape
 are those of the mean loss of 250 fixed training samples, the duality that of the last layer. Prints a Markdown table
-for each data set as it is done, and draws landscapes and duality to docs/figures.
+for each data set as it is done, and draws landscapes to docs/figures.
 """
 
 import argparse
 from pathlib import Path
 
 from fedflat.flatness import (
-    Duality,
     Hessian,
     Landscape,
     Portion,
@@ -25,7 +24,6 @@ from fedflat.flatness import (
 )
 from fedflat.prepare import prepare
 from fedflat.recipe import load
-from fedflat.report.dual import draw_duality
 from fedflat.report.terrain import draw_landscapes
 from fedflat.run import execute
 
@@ -37,12 +35,13 @@ METHODS = {
     "FedSMOO": "fedsmoo(rho=0.05)",
     "FedSoL": "fedsol(scope='head')",
 }
-COLUMNS = ("accuracy", "loss", "λ₁", "λ₁/λ₅", "trace", "adaptive sharpness", "log₁₀ V_L", "paired gap", "Σσ_wσ_g")
+COLUMNS = ("accuracy", "loss", "λ₁", "λ₁/λ₅", "trace", "adaptive sharpness", "log₁₀ V_L", "gap", "of the pairs",
+           "Σσ_wσ_g")  # fmt: skip
 PORTION = Portion(samples=250, batch=250)
 
 
-def study(method: str, data: str, rounds: int) -> tuple[dict[str, str], Landscape, Duality]:
-    """One method's numbers, its landscape on the plane of its top eigenvectors, and its last layer's duality."""
+def study(method: str, data: str, rounds: int) -> tuple[dict[str, str], Landscape]:
+    """One method's numbers, the last layer's duality among them, and its landscape on the top eigenvectors' plane."""
     overrides = [
         f'method="{method}"', f"data={data}", "split.clients=100", "split.alpha=0.3", "model=fedavg-cnn",
         "local.epochs=1", "local.batch=50", "local.lr=0.05", "server.cohort=10", f"server.rounds={rounds}",
@@ -64,10 +63,11 @@ def study(method: str, data: str, rounds: int) -> tuple[dict[str, str], Landscap
         "trace": f"{spread.mean:.0f} ± {spread.error:.0f}",
         "adaptive sharpness": f"{adaptive_sharpness(objective):.3f}",
         "log₁₀ V_L": f"{capacity(objective.module, objective.batches[0][0][:1]).log10:.2f}",
-        "paired gap": f"{dual.paired_gap:.4f}",
-        "Σσ_wσ_g": f"{dual.spread:.4f}",
+        "gap": f"{dual.gap:.4f}",
+        "of the pairs": ", ".join(f"{found.paired_gap:.4f}" for found in dual.pairings.values()),
+        "Σσ_wσ_g": ", ".join(f"{found.envelope:.4f}" for found in dual.pairings.values()),
     }
-    return numbers, around, dual
+    return numbers, around
 
 
 def main() -> None:
@@ -77,13 +77,11 @@ def main() -> None:
     options = parser.parse_args()
     for data in options.data:
         landscapes: dict[str, Landscape] = {}
-        duals: dict[str, Duality] = {}
         print(f"\n{data}\n\n| method | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 1)}|", flush=True)
         for name, method in METHODS.items():
-            numbers, landscapes[name], duals[name] = study(method, data, options.rounds)
+            numbers, landscapes[name] = study(method, data, options.rounds)
             print(f"| {name} | {' | '.join(numbers[column] for column in COLUMNS)} |", flush=True)
         draw_landscapes(landscapes, FIGURES / f"landscape-{data}.png")
-        draw_duality(duals, FIGURES / f"duality-{data}.png")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from fedflat import federate, train
 from fedflat.cli import main
@@ -165,24 +166,62 @@ def test_a_random_line_is_the_librarys_and_becomes_json(runs, read):
 
 def test_a_full_basis_carries_the_whole_gap_of_the_pairs(runs, read):
     found = read("duality", "plain", "--pairs", 60, "--samples", 100, "-o", "gap.png")
-    assert "test to train pairs" in found["measured"]
+    assert "gap of 100 training and 355 test samples" in found["measured"]
     assert [(row["run"], row["method"], row["layer"]) for row in found["layers"]] == [
         ("plain", "fedavg", "fc1"),
         ("plain", "fedavg", "head"),
     ]
     for row in found["layers"]:
-        assert len(row["contribution"]) == {"fc1": 512, "head": 80}[row["layer"]]
-        assert abs(row["remainder"]) < 1e-6 * abs(row["paired_gap"])
-        assert row["paired_gap"] == pytest.approx(sum(row["contribution"]), rel=1e-6)
-        assert 1.0 <= row["participation"] <= len(row["contribution"])
+        assert row["gap"] == pytest.approx(row["test_loss"] - row["train_loss"])
+        assert [*row["pairings"]] == ["train_to_test", "test_to_train"]
+        for each in row["pairings"].values():
+            assert len(each["contribution"]) == {"fc1": 512, "head": 80}[row["layer"]]
+            assert abs(each["remainder"]) < 1e-5 * abs(each["paired_gap"])
+            assert each["fluctuation"] + each["drift"] == pytest.approx(sum(each["contribution"]), rel=1e-6)
+            assert 1.0 <= each["participation"] <= len(each["contribution"])
+            assert -1 <= each["correlations"]["low"] <= each["correlations"]["median"] <= each["correlations"]["high"]
     assert Path("gap.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_duality_table_names_runs_and_layers(runs, fedflat):
-    arguments = ("--layer", "head", "--direction", "train_to_test", "--pairs", 20, "--samples", 0)
+def test_zero_samples_and_zero_pairs_mean_all(runs, read):
+    """The gap is that of the whole training and test part, and every sample has its pair."""
+    (row,) = read("duality", "plain", "--layer", "head", "--pairs", 0, "--samples", 0)["layers"]
+    problem, _ = load_run(runs / "plain")
+    shards = torch.cat([problem.federation.shard(client) for client in range(5)])
+    with torch.no_grad():
+        train, test = problem.federation.batch(shards, None), problem.federation.held_out("test", 0, 355)
+        losses = [float(problem.loss(problem.network.module(x), y)) for x, y in (train, test)]
+    assert (row["train_samples"], row["test_samples"]) == (len(shards), 355) == (1442, 355)
+    assert (row["train_loss"], row["test_loss"]) == pytest.approx(losses, rel=1e-5)
+    counted = {name: each["pairs"] + each["skipped"] for name, each in row["pairings"].items()}
+    assert counted == {"train_to_test": 1442, "test_to_train": 355}
+    arguments = ("--layer", "head", "--samples", 60, "--test-samples", 40, "--pairs", 30)
+    (few,) = read("duality", "plain", *arguments)["layers"]
+    assert (few["train_samples"], few["test_samples"]) == (60, 40)
+    assert [each["pairs"] for each in few["pairings"].values()] == [30, 30]
+
+
+def test_more_training_samples_than_ten_thousand_are_all_looked_at(tmp_path, monkeypatch, read):
+    """One feature, 12,000 training samples: none may be left out silently."""
+    monkeypatch.chdir(tmp_path)
+    chance = np.random.default_rng(0)
+    labels = {"train": np.arange(12_000) % 2, "test": np.arange(40) % 2}
+    arrays = {f"x_{part}": (chance.normal(size=(len(y), 1)) + y[:, None]).astype("f4") for part, y in labels.items()}
+    np.savez("blobs.npz", **arrays, **{f"y_{part}": y for part, y in labels.items()})
+    settings = ["data=arrays", "data.dir=blobs.npz", "split=iid", "split.clients=1", "server.cohort=1",
+                "server.rounds=1", "local.steps=5", "model.hidden=[]", "engine=inline"]  # fmt: skip
+    problem, recipe = prepare(load(None, settings))
+    execute(problem, recipe, tmp_path / "run")
+    (row,) = read("duality", "run", "--samples", 0, "--pairs", 50)["layers"]
+    assert row["train_samples"] == 12_000
+
+
+def test_a_duality_table_names_runs_and_layers_and_has_both_pairings(runs, fedflat):
+    arguments = ("--layer", "head", "--pairs", 20, "--samples", 0)
     code, printed, complaint = fedflat("duality", "plain", "flat", *arguments)
     assert code == 0, complaint
-    assert all(text in printed for text in ("plain head", "flat head", "gap of the pairs", "train to test pairs"))
+    assert all(text in printed for text in ("plain head", "flat head", "gap of the pairs", "Σ c σ_w σ_g"))
+    assert printed.count("train → test") == printed.count("test → train") == 2
     assert "fc1" not in printed
 
 
@@ -240,7 +279,7 @@ def test_nothing_is_measured_or_written_if_a_later_run_is_bad(broken, fedflat, m
         (["landscape", "plain", "--span", "0", "--plane", "random"], 2, "--span 0.0: it must be a positive number"),
         (["duality", "plain", "--layer", "fc9"], 2, "layer 'fc9' cannot be analysed; these can: fc1, head"),
         (["duality", "plain", "--k", "0"], 2, "'--k': 0"),
-        (["duality", "plain", "--direction", "sideways"], 2, "'sideways' is not one of"),
+        (["duality", "plain", "--pairs", "-1"], 2, "'--pairs': -1"),
         (["duality", "plain", "--layer", "head", "--pairs", "9", "-o", "no/where.png"], 6, "no/where.png: the picture"),
     ],
 )

@@ -298,6 +298,19 @@ def test_mlp_takes_samples_of_any_shape_and_without_hidden_layers_is_logistic_re
     torch.testing.assert_close(linear(inputs), inputs.flatten(1) @ weight.T + bias)
 
 
+def test_mlp_without_biases_is_homogeneous_in_its_input() -> None:
+    model = build("mlp", (1, 28, 28), 10, hidden=[30, 30], bias=False)
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == {
+        "fc1.weight": (30, 784),
+        "fc2.weight": (30, 30),
+        "head.weight": (10, 30),
+    }
+    inputs = batch((1, 28, 28))
+    torch.testing.assert_close(model(2 * inputs), 2 * model(inputs))
+    with pytest.raises(RecipeError, match="Option bias of model mlp must be true or false, not 'no'"):
+        build("mlp", (6,), 4, bias="no")
+
+
 OWN = """
 import torch
 from torch import nn

@@ -348,6 +348,7 @@ def test_a_loaded_run_is_the_model_it_ended_with_and_its_last_learning_rate(runs
     assert torch.equal(problem.network.weights, problem.network.layout.flatten(problem.network.module.state_dict()))
     assert recipe == load(runs / "fedavg/recipe.toml")
     assert last_lr(recipe) == pytest.approx(0.1 * 0.9**7)
+    assert last_lr(recipe, rounds=3) == pytest.approx(0.1 * 0.9**2)
 
 
 def test_a_run_on_a_federation_made_in_python_is_loaded_with_it(digits, tmp_path):

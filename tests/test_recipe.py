@@ -30,12 +30,15 @@ def test_a_printed_recipe_loads_to_itself(name):
         ("engine=cluster", "engine.name = 'cluster': input should be 'auto', 'inline', 'pool' or 'ray'"),
         ("local=3", "local = 3: input should be a valid"),
         ("local.clip_mode=some", "local.clip_mode = 'some': input should be 'loss_only', 'official' or 'all'"),
+        ("server.stop_loss=0", "server.stop_loss = 0: input should be greater than 0"),
+        ("server.stop_loss=0.1 evaluation.every=0", "server.stop_loss = 0.1: the loss is looked at when the model is"),
+        ("data.normalise=false data.mean=[0.5]", "data.normalise = False: inputs stay in [0, 1], so leave data.mean"),
         ("rounds", "--set rounds: write it as section.field=value"),
     ],
 )
 def test_mistakes_are_named_in_one_sentence(override, sentence):
     with pytest.raises(RecipeError) as caught:
-        load(None, [override])
+        load(None, override.split())
     assert str(caught.value).startswith(sentence)
     assert "\n" not in str(caught.value)
 

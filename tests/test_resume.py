@@ -231,6 +231,25 @@ def test_resuming_a_finished_run_changes_nothing_but_clears_up_after_a_process_t
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
+def test_a_run_that_stopped_by_its_loss_is_finished_and_an_interrupted_one_stops_at_the_same_round(fedflat, tmp_path):
+    losses = [r["train_loss"] for r in settle(tmp_path / "probe", "server.stop_loss=1e-9").history]
+    assert sorted(losses, reverse=True) == losses
+    stop = f"server.stop_loss={(losses[2] + losses[3]) / 2}"
+    settle(tmp_path / "whole", stop)
+    assert lines(tmp_path / "whole") == 4
+    for round in (3, 4):  # before the round that stops it, and in that round before it is saved
+        with pytest.raises(PowerCutError):
+            settle(tmp_path / f"run{round}", stop, callbacks=[cut_after(round)])
+        settle(tmp_path / f"run{round}", stop, "engine=pool", "engine.workers=2", resume=True)
+        assert outcome(tmp_path / f"run{round}") == outcome(tmp_path / "whole")
+    before = {path: path.read_bytes() for path in (tmp_path / "whole").rglob("*") if path.is_file()}
+    code, said = fedflat("resume", "whole").ended()
+    assert (code, "whole: finished after round 4 of at most 5: training loss" in said) == (0, True)
+    assert {path: path.read_bytes() for path in (tmp_path / "whole").rglob("*") if path.is_file()} == before
+    assert fedflat("resume", "whole", "--set", "server.stop_loss=1e-9").ended()[0] == 0
+    assert outcome(tmp_path / "whole") == outcome(tmp_path / "probe")
+
+
 def test_a_run_can_be_made_longer_but_not_shorter_than_it_is(fedflat, tmp_path):
     settle(tmp_path / "run", "method=scaffold", "server.rounds=3")
     settle(tmp_path / "whole", "method=scaffold")

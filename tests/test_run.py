@@ -86,6 +86,34 @@ def test_evaluation_every_n_rounds_and_always_after_the_last(digits):
     assert [round for round, _ in result.curve("accuracy")] == [2, 4, 5]
 
 
+@pytest.mark.parametrize("on", ["test", "train"])
+def test_a_run_stops_after_the_first_evaluation_whose_training_loss_is_below_stop_loss(digits, on):
+    settings = dict(model_hidden=[16], lr=0.3, engine="inline", evaluation_every=2, evaluation_on=on)
+    losses = dict(train(digits, rounds=8, stop_loss=1e-9, **settings).curve("train_loss"))
+    assert [*losses] == [2, 4, 6, 8] and sorted(losses.values(), reverse=True) == [*losses.values()]
+    bound = (losses[4] + losses[6]) / 2
+    result = train(digits, rounds=8, stop_loss=bound, **settings)
+    assert dict(result.curve("train_loss")) == {round: losses[round] for round in (2, 4, 6)}
+    with torch.no_grad():
+        inputs, labels = digits.held_out("train", 0, digits.size("train"))
+        assert losses[6] == pytest.approx(float(nn.functional.cross_entropy(result.model(inputs), labels)), rel=1e-5)
+    facts = {name: result.summary[name] for name in ("rounds", "train_loss_last", "stop_loss", "stopped")}
+    assert facts == {"rounds": 6, "train_loss_last": losses[6], "stop_loss": bound, "stopped": True}
+    never = train(digits, rounds=2, stop_loss=1e-9, **settings).summary
+    assert (never["stopped"], never["rounds"]) == (False, 2)
+    assert "stopped" not in train(digits, rounds=1, engine="inline").summary
+
+
+def test_inputs_can_stay_in_the_unit_interval():
+    problem, recipe = prepare(load(None, [*QUICK, "data.normalise=false"]))
+    for part in ("train", "test"):
+        inputs, _ = problem.federation.held_out(part, 0, 50)
+        assert (float(inputs.min()), float(inputs.max())) == (0.0, 1.0)
+    assert (recipe.data.mean, recipe.data.std) == ([0.0], [1.0])
+    assert prepare(recipe)[1] == recipe
+    assert not load(None, ["data.normalise=false", "data=mnist"]).data.normalise
+
+
 def test_a_uniform_cohort_is_exact_and_a_bernoulli_cohort_varies_about_the_same_mean():
     uniform = [draw_cohort(Server(cohort=0.1), 100, 0, t) for t in range(300)]
     assert all(len(set(cohort)) == 10 for cohort in uniform)

@@ -387,6 +387,21 @@ def test_mans_settings_are_those_of_its_authors():
     assert averages.keys() - uniform == {"fedavg", "fedsam", "fedasam"}
 
 
+def test_duality_after_a_run_gives_columns_of_the_gap_and_of_both_pairings():
+    numbers = {"paired_gap": 0.5, "fluctuation": 0.4, "drift": 0.1, "envelope": 2.0, "size": 3.0, "sharpness": 4.0}
+    each = {**numbers, "correlations": {"mean": 0.2, "std": 0.02}}
+    pairings = {"train_to_test": each, "test_to_train": {**each, "paired_gap": -0.5}}
+    row = {"layer": "fc2", "gap": 0.3, "weight_norm": 9.0, "pairings": pairings}
+    found = columns({"layers": [row]})
+    assert (found["duality_fc2_gap"], found["duality_fc2_norm"]) == (0.3, 9.0)
+    assert (found["duality_fc2_train_to_test_gap"], found["duality_fc2_test_to_train_gap"]) == (0.5, -0.5)
+    for direction in pairings:
+        named = [found[f"duality_fc2_{direction}_{name}"] for name in ("fluctuation", "drift", "envelope", "size")]
+        assert named == [0.4, 0.1, 2.0, 3.0]
+        spread = [found[f"duality_fc2_{direction}_{name}"] for name in ("correlation", "correlation_spread")]
+        assert spread == [0.2, 0.02]
+
+
 def test_what_counts_as_done_is_done_with_this_very_recipe(tmp_path):
     tiny = load_sweep("fedsol-table8", "tiny", ["engine=inline"])
     (point,) = tiny.only(["method.scope=all", "method.rho=0.5"]).points

@@ -68,6 +68,7 @@ def gather(recipe: Recipe) -> Federation:
         augment=augmentation(recipe),
         mean=tuple(data.mean or ()),
         std=tuple(data.std or ()),
+        normalise=data.normalise,
         **split.options(),
     )
 
@@ -189,9 +190,9 @@ def sharpness_portion(recipe: Recipe) -> Portion:
     return Portion(recipe.evaluation.sharpness_samples, recipe.seed)
 
 
-def last_lr(recipe: Recipe) -> float:
-    """η of the last round, decayed as the rounds before have left it."""
-    return recipe.local.lr * recipe.local.lr_decay ** (recipe.server.rounds - 1)
+def last_lr(recipe: Recipe, rounds: int | None = None) -> float:
+    """η of the last round, decayed as the rounds before have left it; `rounds` of a run that stopped earlier."""
+    return recipe.local.lr * recipe.local.lr_decay ** ((rounds or recipe.server.rounds) - 1)
 
 
 def load_run(directory: Path, federation: Federation | None = None) -> tuple[Problem, Recipe]:

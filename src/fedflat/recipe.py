@@ -41,6 +41,7 @@ class Data(Named):
 
     name: str = Field("digits", description="data set, see `fedflat data list`")
     dir: str | None = Field(None, description="data directory; else $FEDFLAT_DATA, else the user's cache folder")
+    normalise: bool = Field(True, description="(x − mean)/std of inputs in [0, 1]; false leaves them in [0, 1]")
     mean: list[float] | None = Field(None, description="channel means of inputs in [0, 1]; else the data set's")
     std: list[float] | None = Field(None, description="channel standard deviations; else the data set's")
     limit: int = Field(0, ge=0, description="training samples at most, drawn by the split's seed; 0 = all")
@@ -105,6 +106,9 @@ class Server(Section):
     """The rounds."""
 
     rounds: int = Field(30, ge=1, description="number of rounds")
+    stop_loss: float | None = Field(
+        None, gt=0, description="stop after the first evaluation whose mean training loss is below this"
+    )
     cohort: int | float = Field(0.5, gt=0, description="clients of a round: a count, or a ratio below 1")
     sampling: Literal["uniform", "bernoulli"] = Field(
         "uniform", description="exactly the cohort, or each with that odds"
@@ -213,7 +217,7 @@ class Recipe(Section):
         """All that the numbers of a run depend on: not how many rounds, how often it is saved, or on how many cores."""
         where = {"engine": {"name", "workers", "address"}, "data": {"dir"}}
         aside = dict.fromkeys(("trackers", "checkpoint", "deployment"), True)
-        return self.model_dump(exclude={"server": {"rounds"}, **where, **aside})
+        return self.model_dump(exclude={"server": {"rounds", "stop_loss"}, **where, **aside})
 
     def to_toml(self) -> str:
         """The recipe with every value in force; `load` reads it back."""
@@ -271,6 +275,13 @@ def validated(table: Mapping[str, Any]) -> Recipe:
             f"server.draws = {recipe.server.draws!r}: those authors have server.sampling = {sampling!r} only; "
             "set it so, or server.draws = 'fedflat'"
         )
+    if recipe.server.stop_loss is not None and not recipe.evaluation.every:
+        raise RecipeError(
+            f"server.stop_loss = {recipe.server.stop_loss}: the loss is looked at when the model is evaluated; "
+            "set evaluation.every to 1 or more"
+        )
+    if not recipe.data.normalise and (set(recipe.data.mean or ()) - {0.0} or set(recipe.data.std or ()) - {1.0}):
+        raise RecipeError("data.normalise = False: inputs stay in [0, 1], so leave data.mean and data.std out")
     return recipe
 
 
@@ -299,7 +310,7 @@ def _preset(name: Any) -> dict[str, Any]:
 
 # What a section keeps when another name is put into it; the rest are options of the old name.
 LASTING = {
-    "data": {"dir", "crop", "crop_probability", "crop_fill", "flip", "cutout"},
+    "data": {"dir", "normalise", "crop", "crop_probability", "crop_fill", "flip", "cutout"},
     "split": {"clients", "seed", "draws"},
     "model": {"buffers"},
     "engine": {"workers", "address", "device", "group"},

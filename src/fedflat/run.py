@@ -170,7 +170,7 @@ def _train_in(
             state = now
             folder.append(record)
             _tell(record, history, [*callbacks, trackers])
-            last = state.round == recipe.server.rounds
+            last = complete(recipe, state.round, history)
             if last or signals.came or checkpoints.due(state.round):
                 checkpoints.save(state, engine.memory, folder.mark(), record.get("accuracy"))
             if signals.came and not last:
@@ -193,7 +193,7 @@ def rounds(
     spent, empty = ledger(problem.method, recipe, problem.federation.clients), problem.method.always_moves
     seed = cohort_seed(recipe)
     skipped = sum(1 for _ in takewhile(lambda record: "skipped" in record, reversed(history)))
-    while state.round < recipe.server.rounds:
+    while not complete(recipe, state.round, history):
         begun = time.perf_counter()
         cohort = draw_cohort(recipe.server, problem.federation.clients, seed, state.round, empty)
         state, report = conduct(problem, recipe.server, state, engine, cohort, recipe.evaluation, recipe.admission)
@@ -206,6 +206,10 @@ def rounds(
         if last or (every and state.round % every == 0):
             score = engine.score(shown, recipe.evaluation.on, recipe.evaluation.batch)
             record |= {"accuracy": _number(score.accuracy), "loss": _number(score.loss)}
+            if recipe.server.stop_loss is not None:
+                known = recipe.evaluation.on == "train"
+                score_on_train = score if known else engine.score(shown, "train", recipe.evaluation.batch)
+                record["train_loss"] = _number(score_on_train.loss)
             if "classes" in recipe.evaluation.measures:
                 record["class_accuracy"] = [_number(accuracy) for accuracy in score.per_class]
         if recipe.evaluation.sharpness and state.round % recipe.evaluation.sharpness == 0:
@@ -214,6 +218,18 @@ def rounds(
         yield state, record
         if skipped >= recipe.admission.patience:
             raise TrainingError(f"{skipped} rounds in a row were skipped; in the last one: {report.skipped}")
+        history = [record]
+
+
+def complete(recipe: Recipe, round: int, history: Sequence[Record]) -> bool:
+    """Whether a run that has come to this round ends here: by the number of rounds, or by `server.stop_loss`."""
+    return round >= recipe.server.rounds or stopped(recipe, history)
+
+
+def stopped(recipe: Recipe, history: Sequence[Record]) -> bool:
+    """Whether the mean training loss after the last round is below `server.stop_loss`."""
+    loss = history[-1].get("train_loss") if history else None
+    return recipe.server.stop_loss is not None and loss is not None and loss < recipe.server.stop_loss
 
 
 def _record(state: ServerState, report: RoundReport) -> Record:
@@ -267,6 +283,10 @@ def summary(history: Sequence[Record], recipe: Recipe) -> Record:
         if recipe.evaluation.target is not None:
             reached = (round for accuracy, round in accuracies if accuracy >= recipe.evaluation.target)
             result |= {"target": recipe.evaluation.target, "rounds_to_target": next(reached, None)}
+    if recipe.server.stop_loss is not None:
+        losses = [r["train_loss"] for r in history if "train_loss" in r]
+        result |= {"train_loss_last": losses[-1] if losses else None, "stop_loss": recipe.server.stop_loss}
+        result["stopped"] = stopped(recipe, history)
     if history and "epsilon" in history[-1]:
         result["epsilon"] = history[-1]["epsilon"]
     refused = Counter(each["reason"] for record in history for each in record.get("refused", ()))

@@ -91,6 +91,11 @@ def test_a_deployment_must_know_its_clients(deployed, small):
         deployed(small("split=natural", "split.clients=0"))
 
 
+def test_a_deployment_cannot_stop_by_a_training_loss_that_its_server_does_not_see(deployed, small):
+    with pytest.raises(RecipeError, match=r"^server.stop_loss: the server of a deployment has no training samples"):
+        deployed(small("server.stop_loss=0.1"))
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Memory that is lost
 # --------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The picture of activity–weight duality."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,28 +7,33 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedflat.errors import RunError
-from fedflat.flatness.duality import Duality
-from fedflat.report.dual import COLOURS, binned, draw_duality
+from fedflat.flatness import Duality, Pairing
+from fedflat.report import dual
+from fedflat.report.dual import COLOURS, binned, correlations, draw_duality
+from fedflat.report.flatness import duality_columns
 
 
-def result(directions=500):
+def pairing(directions=500, gap=0.0, **changed):
     falling = [1 / n for n in range(1, directions + 1)]
+    still = dict(pairs=100, skipped=0, residual=0.0, mean_w=[0.0] * directions, mean_g=[0.0] * directions)
+    moving = dict(sigma_w=falling, sigma_g=falling, correlation=[0.2] * directions)
+    return Pairing(**still | moving | {"paired_gap": gap, "contribution": [0.2 * x * x for x in falling]} | changed)
+
+
+def result(directions=500, **changed):
     return Duality(
         layer="2",
-        pairs=100,
-        skipped=0,
+        train_samples=100,
+        test_samples=100,
+        train_loss=0.1,
+        test_loss=0.4,
         missing=0,
-        gap=0.3,
-        paired_gap=0.31,
-        residual=0.0,
         weight_norm=7.0,
-        eigenvalues=falling,
-        mean_w=[0.0] * directions,
-        mean_g=[0.0] * directions,
-        sigma_w=falling,
-        sigma_g=falling,
-        correlation=[1.0] * directions,
-        contribution=[x * x for x in falling],
+        eigenvalues=[1 / n for n in range(1, directions + 1)],
+        pairings={
+            "train_to_test": pairing(directions, gap=-0.12, **changed),
+            "test_to_train": pairing(directions, gap=0.31, **changed),
+        },
     )
 
 
@@ -46,11 +49,48 @@ def test_each_run_has_its_own_line(tmp_path):
 
 
 def test_negative_zero_and_single_values_can_be_drawn(tmp_path):
-    odd = replace(result(3), contribution=[-1.0, 0.0, 1e-9], sigma_w=[0.0, 0.0, 1.0])
-    flat = replace(result(1), contribution=[0.0], sigma_w=[0.0], sigma_g=[0.0])
+    odd = result(3, contribution=[-1.0, 0.0, 1e-9], sigma_w=[0.0, 0.0, 1.0])
+    flat = result(1, contribution=[0.0], sigma_w=[0.0], sigma_g=[0.0])
     for drawn in ({"flat": flat}, {"odd": odd, "flat": flat}):
         draw_duality(drawn, tmp_path / "dual.png")
         assert set(COLOURS[: len(drawn)]) <= colours(tmp_path / "dual.png")
+
+
+def test_every_panel_has_both_pairings_and_the_gap_is_drawn_beside_them(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(dual, "save_figure", lambda figure, path: drawn.append(figure))
+    draw_duality({"fedavg": result(), "fedsam": result(3)}, tmp_path / "dual.png")
+    (figure,) = drawn
+    assert len(figure.axes) == 6
+    for axes in figure.axes[:4]:
+        assert [line.get_linestyle() for line in axes.get_lines() if line.get_linestyle() != "None"][:4] == [
+            "-", "--", "-", "--",
+        ]  # fmt: skip
+    spread, sums = figure.axes[4:]
+    assert [label.get_text() for label in spread.get_yticklabels()] == ["fedavg", "fedsam"]
+    assert len(spread.containers) == 4 and len(sums.containers) == 8
+    gaps = [line.get_xdata() for line in sums.get_lines() if line.get_color() == "black"]
+    assert np.allclose(gaps, 0.3) and len(gaps) == 4
+    told = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert told[2] == "fedavg: gap 0.3, of the pairs -0.12, 0.31"
+    assert "train" in told[0] and "paper" in told[0]
+
+
+def test_a_table_has_a_column_for_each_pairing_beside_the_gap():
+    columns = duality_columns({"run fc2": result(2)})
+    assert [*columns] == ["run fc2\ntrain → test", "run fc2\ntest → train"]
+    paper, demo = columns.values()
+    assert paper["gap: test − training loss"] == demo["gap: test − training loss"] == "0.3"
+    assert (paper["gap of the pairs"], demo["gap of the pairs"]) == ("-0.12", "0.31")
+    assert (demo["… Σ c σ_w σ_g"], demo["… Σ μ_w μ_g"], demo["Σ σ_w σ_g"]) == ("0.25", "0", "1.25")
+    assert demo["c, mean ± deviation"] == "0.200 ± 0.000"
+
+
+def test_directions_that_do_not_move_have_no_correlation_to_draw():
+    found = correlations(pairing(3, sigma_w=[1.0, 0.0, 1.0]))
+    assert np.isnan(found).tolist() == [False, True, False]
+    n, means = binned(found)
+    assert n.tolist() == [1, 3] and means.tolist() == [0.2, 0.2]
 
 
 @settings(deadline=None)

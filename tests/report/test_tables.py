@@ -154,7 +154,11 @@ def test_a_metric_with_a_deviation_of_its_own_shows_that():
 
 
 def test_where_no_number_was_published_only_ours_is_shown():
-    block = cells(compared(published("duality"), rows("duality", metric="duality_fc2_gap", method="fedavg", seed=0)))
+    block = cells(
+        compared(
+            published("duality-federated"), rows("duality-federated", metric="duality_fc2_gap", method="fedavg", seed=0)
+        )
+    )
     assert block["FedAvg"].keys() == {"ours"}
     assert block.keys() == {"FedAvg"}
 

@@ -9,17 +9,21 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedflat.cli.app import JsonOption, app, err, out
 
+if TYPE_CHECKING:
+    from fedflat.federation.federation import Federation
+    from fedflat.flatness import Duality
+    from fedflat.local import Batch
+
 Runs = Annotated[list[Path], typer.Argument(help="directories of finished runs")]
 Samples = Annotated[int, typer.Option(help="training samples to measure on, drawn by the seed; 0 = all", min=0)]
 Seed = Annotated[int, typer.Option(help="seed of samples, probes and directions", min=0)]
 Picture = Annotated[Path | None, typer.Option("-o", "--out", help="where to draw (.png, .svg, .pdf)")]
-PAIRED_FROM = 10_000  # training samples among which a test sample's twin is sought
 MEASURED = "mean training loss of {samples} samples (evaluation mode, no decay, no augmentation)"
 
 
@@ -28,13 +32,6 @@ class Plane(StrEnum):
 
     eigen = "eigen"
     random = "random"
-
-
-class Way(StrEnum):
-    """Which samples of a pair are given, and among which the other is sought."""
-
-    test_to_train = "test_to_train"
-    train_to_test = "train_to_test"
 
 
 @app.command()
@@ -163,35 +160,39 @@ def duality(
         list[str] | None, typer.Option(help="layer by name, again for more; else every linear one")
     ] = None,
     k: Annotated[int, typer.Option(help="directions of a layer too large for a full basis", min=1)] = 50,
-    pairs: Annotated[int, typer.Option(help="pairs of nearest samples at most", min=1)] = 1000,
-    direction: Annotated[Way, typer.Option(help="whose nearest sample of the same class")] = Way.test_to_train,
-    samples: Samples = 2000,
+    pairs: Annotated[int, typer.Option(help="pairs of each pairing at most; 0 = all", min=0)] = 1000,
+    samples: Annotated[
+        int, typer.Option(help="training samples: of the gap, the pairs and the Hessian; 0 = all", min=0)
+    ] = 4000,
+    test_samples: Annotated[int, typer.Option(help="test samples: of the gap and the pairs; 0 = all", min=0)] = 0,
     seed: Seed = 0,
     picture: Picture = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Activity–weight duality: which directions of a layer carry the generalisation gap of finished runs."""
+    """Activity–weight duality: which directions of a layer carry the generalisation gap of finished runs.
+
+    Shows the gap between test and training loss beside both pairings: each training sample with its nearest test
+    sample of the same class (the paper's), and each test sample with its nearest training sample (the authors' demo).
+    """
     from torch import nn
 
-    from fedflat.flatness import Portion, layers_of
     from fedflat.flatness import duality as analyse
+    from fedflat.flatness import layers_of
     from fedflat.prepare import load_run
 
     rows, results = list[dict[str, Any]](), {}
     for run in _checked(runs):
         problem, recipe = load_run(run)
-        module, federation = problem.network.module, problem.federation
-        train = _joined(Portion(PAIRED_FROM, seed).batches(federation, range(federation.clients)))
-        test = federation.held_out("test", 0, federation.size("test"))
+        module = problem.network.module
+        train, test = _halves(problem.federation, samples, test_samples, seed)
         for name in layer or [n for n in layers_of(module) if isinstance(module.get_submodule(n), nn.Linear)]:
             with err.status(f"{run}: {name}"):
-                some = samples or len(train[1])
-                result = analyse(module, problem.loss, train, test, name, k, direction.value, pairs, some, seed=seed)
+                result = analyse(module, problem.loss, train, test, name, k, pairs, samples=0, seed=seed)
             results[f"{run} {name}"] = result
-            derived = {"remainder": result.remainder, "spread": result.spread, "participation": result.participation}
-            rows.append({"run": str(run), "method": recipe.method, **asdict(result), **derived})
+            rows.append({"run": str(run), "method": recipe.method, **_duality_row(result)})
     header = (
-        f"generalisation gap over {direction.value.replace('_', ' ')} pairs, in the eigenbasis of each layer's Hessian"
+        f"generalisation gap of {len(train[1])} training and {len(test[1])} test samples beside that of their pairs, "
+        "in the eigenbasis of each layer's Hessian"
     )
     if picture:
         from fedflat.report.dual import draw_duality
@@ -207,11 +208,30 @@ def duality(
         out.print(f"drawn to {picture}", markup=False, highlight=False)
 
 
-def _joined(batches: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+def _halves(federation: Federation, samples: int, test_samples: int, seed: int) -> tuple[Batch, Batch]:
+    """Training samples of all clients, and test samples; 0 means all there are."""
     import torch
 
-    inputs, labels = zip(*batches, strict=True)
-    return torch.cat(inputs), torch.cat(labels)
+    from fedflat.flatness import Portion
+    from fedflat.flatness.pairing import drawn
+
+    parts = Portion(samples, seed).batches(federation, range(federation.clients))
+    inputs, labels = zip(*parts, strict=True)
+    test = federation.held_out("test", 0, federation.size("test"))
+    some = drawn(torch.arange(len(test[1])), test_samples, seed)
+    return (torch.cat(inputs), torch.cat(labels)), (test[0][some], test[1][some])
+
+
+def _duality_row(result: Duality) -> dict[str, Any]:
+    """All numbers of a layer, those that follow from others too."""
+    named = ("remainder", "fluctuation", "drift", "envelope", "size", "sharpness", "participation")
+    pairings = {
+        direction: asdict(found)
+        | {name: getattr(found, name) for name in named}
+        | {"correlations": asdict(found.correlations)}
+        for direction, found in result.pairings.items()
+    }
+    return {**asdict(result), "gap": result.gap, "pairings": pairings}
 
 
 def _checked(runs: list[Path]) -> list[Path]:

@@ -42,6 +42,7 @@ def personalize(
     """
     from rich.progress import track
 
+    from fedflat.export import standing
     from fedflat.folder import read_model, read_recipe
     from fedflat.neighbours import Neighbours
     from fedflat.personal import personalise, save, summary
@@ -57,7 +58,7 @@ def personalize(
         problem, recipe = load_run(run)
         if how == "local":
             problem = assemble(recipe, problem.federation, None, problem.method, problem.loss)
-        usual = recipe.local.lr if how == "local" else last_lr(recipe)
+        usual = recipe.local.lr if how == "local" else last_lr(recipe, standing(run)["rounds"])
         rate = {"lr": usual if lr is None else lr, "lr_decay": lr_decay}
         watch = partial(track, description=str(run), console=err, transient=True, disable=not err.is_terminal)
         start = problem.network.weights

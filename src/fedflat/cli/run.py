@@ -70,7 +70,7 @@ def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool) -> None:
     """One run after the other, and a table of them all."""
     from fedflat.prepare import prepare
     from fedflat.report.display import RoundProgress, comparison
-    from fedflat.run import execute
+    from fedflat.run import execute, stopped
 
     results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
     for folder, each in folders.items():
@@ -82,6 +82,11 @@ def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool) -> None:
         with RoundProgress(str(each.method), full.server.rounds, err if as_json else out) as progress:
             result = execute(problem, full, folder, [progress], resume, complain)
         results.append((str(each.method), result.history, {**result.summary, "directory": str(folder)}))
+        if stopped(full, result.history):
+            last, server = result.history[-1], full.server
+            told = f"{folder}: finished after round {last['round']} of at most {server.rounds}: "
+            told += f"training loss {last['train_loss']:.3g} is below server.stop_loss = {server.stop_loss:g}"
+            (err if as_json else out).print(told, markup=False, highlight=False, soft_wrap=True)
     if as_json:
         print(json.dumps([summary for _, _, summary in results], indent=2))
     else:

@@ -177,6 +177,7 @@ def federate(
     augment: Augment | None = None,
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
+    normalise: bool = True,
     **options: Any,
 ) -> Federation:
     """A data set by name (or your own `Dataset`) divided among clients, by a split's name or a saved split's .npz file.
@@ -188,7 +189,10 @@ def federate(
     if split == "given":
         raise SplitError("split = 'given': this federation was made in Python; pass it to fedflat.train again")
     dataset = load(data, directory) if isinstance(data, str) else data
-    dataset = replace(dataset, mean=mean or dataset.mean, std=std or dataset.std)
+    if normalise:
+        dataset = replace(dataset, mean=mean or dataset.mean, std=std or dataset.std)
+    else:
+        dataset = replace(dataset, mean=(0.0,) * len(dataset.mean), std=(1.0,) * len(dataset.std))
     shards, tests = _divided(dataset, split, clients, seed, draws, options)
     matched = None if tests is None else tuple(map(torch.from_numpy, tests))
     return Federation(dataset, tuple(map(torch.from_numpy, shards)), augment or Augment(), tests=matched)

@@ -12,6 +12,9 @@ Hessian in W, with means μ, deviations σ and correlations c over the pairs,
     mean Δl = Σₙ ℓₙ,      ℓₙ = mean gₙ ΔWₙ = cₙ σ_g,n σ_w,n + μ_g,n μ_w,n :
 
 σ_g is the sharpness of the minimum, σ_w the size of its weights (Feng, Zhang, Tu, Nature Machine Intelligence 5, 2023).
+The paper finds that the means are negligible and that cₙ hardly depends on n, so that the gap is about c Σ σ_w,n σ_g,n.
+
+Whether the mean Δl is near the gap depends on the pairs (`pairing`), so every result has both pairings.
 
 A convolution, or a linear layer at many positions, sees many rows at once: A with a row for each patch or token. Then
 ΔWᵀ = A⁺ (A' − A) Wᵀ is the dual weight in the sense of least squares, and what it misses is reported as the residual.
@@ -20,87 +23,24 @@ Nearly dependent patches make it long, mostly outside the top directions: look a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedflat.errors import DataError, RecipeError, TrainingError, nearest
+from fedflat.errors import DataError, RecipeError
+from fedflat.flatness.activities import SeenLayer, parameter_of
 from fedflat.flatness.hessian import Hessian, top_eigenvalues
 from fedflat.flatness.objective import Objective, flat
+from fedflat.flatness.pairing import DIRECTIONS, Direction, Pairs, drawn, pairs
 from fedflat.local import Batch, Loss
-
-Direction = Literal["test_to_train", "train_to_test"]
 
 DENSE = 3000  # weights, up to which the layer's Hessian is a matrix and the basis is complete
 DEAD = 1e-12  # |a|² of a sample that no weight of the layer sees
-CHUNK = 256  # samples whose distances are taken at once
-BUDGET = 2**24  # numbers in one chunk's patches and dual weights
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Which train and test samples are twins, by index, and how many classes only one side has."""
-
-    train: Tensor
-    test: Tensor
-    missing: int
-
-
-def pairs(train: Batch, test: Batch, direction: Direction = "test_to_train", limit: int = 2000, seed: int = 0) -> Pairs:
-    """For each test sample the nearest train sample of its class in input space, or the other way round.
-
-    Of more than `limit` samples, so many are drawn by the seed.
-
-    >>> train = torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([0, 0, 1])
-    >>> test = torch.tensor([[4.0], [0.4]]), torch.tensor([0, 0])
-    >>> pairs(train, test)
-    Pairs(train=tensor([1, 0]), test=tensor([0, 1]), missing=1)
-    """
-    if direction not in get_args(Direction):
-        raise RecipeError(f"direction = {direction!r} is unknown; {nearest(direction, get_args(Direction))}")
-    _at_least_one(limit=limit)
-    for side, (_, labels) in {"train": train, "test": test}.items():
-        if labels.ndim != 1:
-            raise DataError(f"{side} labels: pairs need one class for each sample, not the shape {tuple(labels.shape)}")
-    (inputs, labels), others = (test, train) if direction == "test_to_train" else (train, test)
-    common = torch.isin(labels, others[1])
-    if not common.any():
-        raise DataError("train and test samples have no class in common, so there are no pairs")
-    chosen = _drawn(common.nonzero().flatten(), limit, seed)
-    twins = _twins((inputs[chosen], labels[chosen]), others)
-    missing = len(set(labels.tolist()) ^ set(others[1].tolist()))
-    return Pairs(twins, chosen, missing) if direction == "test_to_train" else Pairs(chosen, twins, missing)
-
-
-def _at_least_one(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            raise RecipeError(f"{name} = {number}: it must be at least 1")
-
-
-def _drawn(indices: Tensor, limit: int, seed: int) -> Tensor:
-    """At most so many of the indices, in their order."""
-    if len(indices) <= limit:
-        return indices
-    chance = torch.Generator().manual_seed(seed)
-    return indices[torch.randperm(len(indices), generator=chance)[:limit].sort().values]
-
-
-def _twins(samples: Batch, others: Batch) -> Tensor:
-    """The nearest of the others of the same class: argmin |b|² − 2 a·b, in float64 because it is a difference."""
-    inputs, labels = samples
-    twins = torch.empty_like(labels, dtype=torch.long)
-    for label in labels.unique():
-        mine, theirs = (labels == label).nonzero().flatten(), (others[1] == label).nonzero().flatten()
-        candidates = others[0][theirs].flatten(1).double()
-        squares = candidates.square().sum(dim=1)
-        for part in mine.split(CHUNK):
-            products = inputs[part].flatten(1).double() @ candidates.T
-            twins[part] = theirs[(squares - 2 * products).argmin(dim=1)]
-    return twins
+STILL = 1e-6  # of the largest σ: a direction below it does not vary, and its correlation is rounding
 
 
 @dataclass(frozen=True)
@@ -147,23 +87,29 @@ def dual_weights(before: Tensor, after: Tensor, weight: Tensor) -> DualWeights:
 
 
 @dataclass(frozen=True)
-class Duality:
-    """The gap of one layer, in total and direction by direction (falling eigenvalues of the layer's Hessian).
+class Spread:
+    """How far the correlations cₙ of the directions are apart: mean, deviation, and three quantiles."""
 
-    `gap` is the mean test loss less the mean train loss; `paired_gap` is the mean Δl of the pairs, in which samples
-    count as often as they are somebody's twin; the contributions ℓₙ and the `remainder` add up to it.
-    Pairs without activities or without a change are left out of everything and counted in `skipped`.
+    mean: float
+    std: float
+    low: float  # 10 %
+    median: float
+    high: float  # 90 %
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """The pairs of one direction: their mean Δl, and what each eigenvector n of the layer's Hessian makes of it.
+
+    `paired_gap` is the mean Δl, in which samples count as often as they are somebody's twin; the contributions ℓₙ and
+    the `remainder` add up to it. Pairs without activities or without a change are left out of everything and counted
+    in `skipped`.
     """
 
-    layer: str
     pairs: int
     skipped: int
-    missing: int
-    gap: float
     paired_gap: float
     residual: float
-    weight_norm: float
-    eigenvalues: list[float]
     mean_w: list[float]
     mean_g: list[float]
     sigma_w: list[float]
@@ -177,15 +123,73 @@ class Duality:
         return self.paired_gap - sum(self.contribution)
 
     @property
-    def spread(self) -> float:
-        """Σ σ_w σ_g, which bounds what the fluctuations can contribute, since |c| ≤ 1."""
+    def fluctuation(self) -> float:
+        """Σ cₙ σ_w,n σ_g,n, which the paper finds to be about the whole gap."""
+        products = zip(self.correlation, self.sigma_w, self.sigma_g, strict=True)
+        return sum(c * w * g for c, w, g in products)
+
+    @property
+    def drift(self) -> float:
+        """Σ μ_w,n μ_g,n, which the paper finds to be negligible."""
+        return sum(w * g for w, g in zip(self.mean_w, self.mean_g, strict=True))
+
+    @property
+    def envelope(self) -> float:
+        """Σ σ_w,n σ_g,n, which bounds the fluctuation, since |c| ≤ 1."""
         return sum(w * g for w, g in zip(self.sigma_w, self.sigma_g, strict=True))
+
+    @property
+    def size(self) -> float:
+        """√Σ σ_w,n²: how far the dual weights scatter."""
+        return math.hypot(*self.sigma_w)
+
+    @property
+    def sharpness(self) -> float:
+        """√Σ σ_g,n²: how far the slopes scatter."""
+        return math.hypot(*self.sigma_g)
+
+    @property
+    def moving(self) -> list[int]:
+        """The directions in which both ΔW and g vary: the others have no correlation."""
+        w, g = (STILL * max(sigma, default=0.0) for sigma in (self.sigma_w, self.sigma_g))
+        return [n for n, (x, y) in enumerate(zip(self.sigma_w, self.sigma_g, strict=True)) if x > w and y > g]
+
+    @property
+    def correlations(self) -> Spread:
+        """The spread of cₙ over the directions that move; all zero where none does."""
+        c = torch.tensor([self.correlation[n] for n in self.moving] or [0.0], dtype=torch.float64)
+        low, median, high = c.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+        return Spread(float(c.mean()), float(c.std(correction=0)), low, median, high)
 
     @property
     def participation(self) -> float:
         """(Σ|ℓₙ|)² / Σ ℓₙ²: about how many directions carry the gap."""
         squares = sum(part**2 for part in self.contribution)
         return sum(map(abs, self.contribution)) ** 2 / squares if squares else 0.0
+
+
+@dataclass(frozen=True)
+class Duality:
+    """The gap of one layer beside both pairings, in one basis (falling eigenvalues of the layer's Hessian).
+
+    `train_loss` and `test_loss` are means over all samples that were looked at; `missing` counts the classes that only
+    one side has.
+    """
+
+    layer: str
+    train_samples: int
+    test_samples: int
+    train_loss: float
+    test_loss: float
+    missing: int
+    weight_norm: float
+    eigenvalues: list[float]
+    pairings: dict[Direction, Pairing]
+
+    @property
+    def gap(self) -> float:
+        """The generalisation gap: the mean test loss less the mean train loss."""
+        return self.test_loss - self.train_loss
 
 
 def duality(
@@ -195,45 +199,50 @@ def duality(
     test: Batch,
     layer: str,
     k: int = 100,
-    direction: Direction = "test_to_train",
     limit: int = 2000,
     samples: int = 4000,
     batch: int = 256,
     seed: int = 0,
 ) -> Duality:
-    """The gap as dual weights of a layer, its bias standing still; `layers_of` tells the layers.
+    """The gap as dual weights of a layer, its bias standing still, by both pairings.
 
-    The basis is that of the Hessian of `samples` train samples: all directions of a layer with up to 3000 weights, and
-    k directions of a larger one. A pass is over `batch` samples: more are faster, fewer take less memory. The loss is a
-    mean over a batch; a sample's loss is that of a batch of one, which asks nothing more of the loss.
+    Args:
+        module: the network, in evaluation mode from here on.
+        loss: a mean over a batch; a sample's loss is that of a batch of one, which asks nothing more of the loss.
+        train: inputs and classes of the train samples; `gap` is over all of them, and of all test samples.
+        test: inputs and classes of the test samples.
+        layer: the layer's name, one of `layers_of(module)`.
+        k: directions of a layer with more than 3000 weights; a smaller one has all its directions.
+        limit: pairs of a pairing at most, drawn by the seed; 0 takes all.
+        samples: train samples that the basis, the eigenvectors of their Hessian, is taken from; 0 takes all.
+        batch: samples of a pass: more are faster, fewer take less memory.
+        seed: seed of what is drawn.
     """
-    _at_least_one(k=k, samples=samples, batch=batch)
-    here = _Layer(module, loss, layer)
-    matched = pairs(train, test, direction, limit, seed)
+    for name, number, least in (("k", k, 1), ("limit", limit, 0), ("samples", samples, 0), ("batch", batch, 1)):
+        if number < least:
+            raise RecipeError(f"{name} = {number}: it must be at least 1{'' if least else ', or 0 for all'}")
+    here = SeenLayer(module, loss, layer)
+    matched = {direction: pairs(train, test, direction, limit, seed) for direction in DIRECTIONS}
     size = min(batch, here.room(train))
-    some = _drawn(torch.arange(len(train[1])), samples, seed)
-    objective = Objective(module, loss, _batches((train[0][some], train[1][some]), batch), [_parameter(layer)])
-    eigenvalues, directions = _basis(objective, k, seed)
-    w, squares, residuals, changes = _moves(here, directions, train, test, matched, size)
+    some = drawn(torch.arange(len(train[1])), samples, seed)
+    objective = Objective(module, loss, _batches((train[0][some], train[1][some]), batch), [parameter_of(layer)])
+    eigenvalues, directions = _basis(objective, k, here.rows(train, batch), seed)
     on_train, on_test = (Objective(module, loss, _batches(side, batch)).value() for side in (train, test))
     return Duality(
         layer=layer,
-        pairs=len(w),
-        skipped=len(matched.test) - len(w),
-        missing=matched.missing,
-        gap=on_test - on_train,
-        paired_gap=float(changes.mean()),
-        residual=float(residuals.mean()),
+        train_samples=len(train[1]),
+        test_samples=len(test[1]),
+        train_loss=on_train,
+        test_loss=on_test,
+        missing=matched["train_to_test"].missing,
         weight_norm=float(here.weight.norm()),
         eigenvalues=eigenvalues.tolist(),
-        **_moments(w, w * (changes / squares)[:, None]),
+        pairings={name: _pairing(here, directions, train, test, each, size) for name, each in matched.items()},
     )
 
 
-def _moves(
-    here: _Layer, directions: Tensor, train: Batch, test: Batch, matched: Pairs, size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ΔWₙ (pairs × directions), |ΔW|², residuals and Δl of the pairs that have a dual weight."""
+def _pairing(here: SeenLayer, directions: Tensor, train: Batch, test: Batch, matched: Pairs, size: int) -> Pairing:
+    """ΔWₙ, |ΔW|² and Δl of the pairs that have a dual weight, and their moments."""
     chunks = []
     for i, j in zip(matched.train.split(size), matched.test.split(size), strict=True):
         before, easy = here.see((train[0][i], train[1][i]))
@@ -245,7 +254,13 @@ def _moves(
     w, squares, residuals, changes = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     if not len(w):
         raise DataError(f"layer {here.name!r}: no pair has activities that differ, so there is nothing to analyse")
-    return w, squares, residuals, changes
+    return Pairing(
+        pairs=len(w),
+        skipped=len(matched.test) - len(w),
+        paired_gap=float(changes.mean()),
+        residual=float(residuals.mean()),
+        **_moments(w, w * (changes / squares)[:, None]),
+    )
 
 
 def _moments(w: Tensor, g: Tensor) -> dict[str, list[float]]:
@@ -262,88 +277,35 @@ def _moments(w: Tensor, g: Tensor) -> dict[str, list[float]]:
     }
 
 
-def layers_of(module: nn.Module) -> list[str]:
-    """The names of the layers that can be analysed: linear layers and ungrouped 2-d convolutions with trained weights.
-
-    >>> layers_of(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=4), nn.Flatten(), nn.Linear(4, 2)))
-    ['0', '3']
-    """
-    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    return [
-        name
-        for name, part in module.named_modules()
-        if (isinstance(part, nn.Linear) or (isinstance(part, nn.Conv2d) and part.groups == 1))
-        and _parameter(name) in trained
-    ]
-
-
-def _parameter(layer: str) -> str:
-    return f"{layer}.weight" if layer else "weight"
-
-
-class _Layer:
-    """One layer of a network: what enters it, and what the network then loses."""
-
-    def __init__(self, module: nn.Module, loss: Loss, name: str) -> None:
-        part = dict(module.named_modules()).get(name)
-        if isinstance(part, nn.Conv2d) and part.groups > 1:
-            raise RecipeError(f"layer {name!r} is a grouped convolution, which has no dual here; take another layer")
-        known = layers_of(module)
-        if name not in known or not isinstance(part, nn.Linear | nn.Conv2d):
-            raise RecipeError(f"layer {name!r} cannot be analysed; these can: {', '.join(known) or 'none'}")
-        self.module, self.loss, self.name, self.part = module.eval(), loss, name, part
-        self.weight = part.weight.detach().flatten(1)
-
-    @torch.no_grad()
-    def see(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The rows A of each sample (samples × positions × in), and its loss."""
-        seen: list[Tensor] = []
-        # A clone, since a later layer may work in place on what this one was given.
-        with self.part.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].clone())):
-            outputs = self.module(batch[0])
-        if len(seen) != 1:
-            raise RecipeError(f"layer {self.name!r} runs {len(seen)} times in a pass; take one that runs once")
-        rows = _patches(self.part, seen[0]) if isinstance(self.part, nn.Conv2d) else seen[0]
-        losses = [self.loss(z, y) for z, y in zip(outputs.split(1), batch[1].split(1), strict=True)]
-        activities, each = rows.reshape(len(losses), -1, rows.shape[-1]), torch.stack(losses)
-        if not (activities.isfinite().all() and each.isfinite().all()):
-            raise TrainingError(f"layer {self.name!r}: activities or losses are not finite; the model has diverged")
-        return activities, each
-
-    def room(self, samples: Batch) -> int:
-        """How many pairs' rows and dual weights fit into the budget; a pass of one sample tells."""
-        _, positions, inputs = self.see((samples[0][:1], samples[1][:1]))[0].shape
-        return max(1, BUDGET // (inputs * (positions + len(self.weight))))
-
-
-def _patches(conv: nn.Conv2d, images: Tensor) -> Tensor:
-    """im2col: samples × positions × in, the rows that the kernels are multiplied with."""
-    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    # The layer's own account of its margins covers numbers, "same" and "valid" alike.
-    padded = F.pad(images, conv._reversed_padding_repeated_twice, mode=mode)
-    return F.unfold(padded, conv.kernel_size, conv.dilation, stride=conv.stride).mT
-
-
 def _batches(samples: Batch, size: int) -> list[Batch]:
     return list(zip(samples[0].split(size), samples[1].split(size), strict=True))
 
 
-def _basis(objective: Objective, k: int, seed: int) -> tuple[Tensor, Tensor]:
+def _basis(objective: Objective, k: int, rows: int, seed: int) -> tuple[Tensor, Tensor]:
     """Eigenvalues in falling order and eigenvectors as rows."""
     if objective.size > DENSE:
         eigen = top_eigenvalues(Hessian(objective), k, seed=seed)
         return eigen.values, eigen.vectors
-    values, vectors = torch.linalg.eigh(_matrix(objective))
+    values, vectors = torch.linalg.eigh(_matrix(objective, rows))
     return values.flip(0), vectors.T.flip(0)
 
 
-def _matrix(objective: Objective) -> Tensor:
-    """∇²f, row by row; each batch's first backward pass serves all of its rows."""
+def _matrix(objective: Objective, rows: int) -> Tensor:
+    """∇²f, so many rows at once; each batch's first backward pass serves all of its rows."""
     total = torch.zeros(objective.size, objective.size, dtype=objective.dtype)
+    unit = torch.eye(objective.size, dtype=objective.dtype)
     for batch in objective.batches:
         mean = objective.loss(objective.module(batch[0]), batch[1])
-        slopes = flat(torch.autograd.grad(mean, objective.parameters, create_graph=True))
-        for row, slope in zip(total, slopes, strict=True):
-            second = torch.autograd.grad(slope, objective.parameters, retain_graph=True)
-            row.add_(flat(second), alpha=objective.share(batch))
+        slope = flat(torch.autograd.grad(mean, objective.parameters, create_graph=True))
+        for some, directions in zip(total.split(rows), unit.split(rows), strict=True):
+            some.add_(_products(slope, objective.parameters, directions), alpha=objective.share(batch))
     return total
+
+
+def _products(slope: Tensor, parameters: Sequence[Tensor], directions: Tensor) -> Tensor:
+    """H v for each direction v, as rows; one by one where a user's own function cannot be batched."""
+    if len(directions) > 1:
+        with suppress(RuntimeError):
+            found = torch.autograd.grad(slope, parameters, directions, retain_graph=True, is_grads_batched=True)
+            return torch.cat([part.flatten(1) for part in found], dim=1)
+    return torch.stack([flat(torch.autograd.grad(slope, parameters, v, retain_graph=True)) for v in directions])

@@ -65,6 +65,8 @@ def serve(grid: Grid, recipe: Recipe, out: Path, data: DataHook | None = None, c
     """
     if recipe.split.clients < 1:
         raise RecipeError("split.clients: a deployment must say how many clients there are")
+    if recipe.server.stop_loss is not None:
+        raise RecipeError("server.stop_loss: the server of a deployment has no training samples to take the loss of")
     recipe = recipe.model_copy(update={"checkpoint": Checkpoint(every=1)})
     journal = Journal(out)
     nodes = Nodes(grid, recipe, changes)

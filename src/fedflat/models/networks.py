@@ -41,16 +41,21 @@ def _kaiming(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (200, 200)) -> nn.Module:
-    """Fully connected layers with ReLU between them, for samples of any shape; `hidden=()` is logistic regression."""
+def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (200, 200), bias: bool = True) -> nn.Module:
+    """Fully connected layers with ReLU between them, for samples of any shape; `hidden=()` is logistic regression.
+
+    `bias=False` leaves the biases out, as in the studies of activity–weight duality.
+    """
     if not isinstance(hidden, Sequence) or not all(isinstance(width, int) and width > 0 for width in hidden):
         raise RecipeError(f"Option hidden of model mlp must be a list of positive whole numbers, not {hidden!r}.")
+    if not isinstance(bias, bool):
+        raise RecipeError(f"Option bias of model mlp must be true or false, not {bias!r}.")
     layers: dict[str, nn.Module] = {"flatten": nn.Flatten()}
     inputs = math.prod(shape)
     for number, width in enumerate(hidden, start=1):
-        layers |= {f"fc{number}": nn.Linear(inputs, width), f"relu{number}": nn.ReLU()}
+        layers |= {f"fc{number}": nn.Linear(inputs, width, bias), f"relu{number}": nn.ReLU()}
         inputs = width
-    return chain(**layers, head=nn.Linear(inputs, classes))
+    return chain(**layers, head=nn.Linear(inputs, classes, bias))
 
 
 def fedavg_cnn(shape: Shape, classes: int) -> nn.Module:

@@ -5,57 +5,136 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from fedflat.errors import RunError
-from fedflat.flatness.duality import Duality
+from fedflat.flatness import Duality, Pairing
+from fedflat.flatness.pairing import Direction
 from fedflat.report.picture import new_figure, save_figure
 
 # Okabe and Ito's colours, which stay apart for all kinds of sight; yellow is left out, as it is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-TITLES = (r"contribution $\ell_n$", r"size $\sigma_{w,n}$", r"sharpness $\sigma_{g,n}$")
 STYLES = ("-", "--", "-.", ":")
+Style = Literal["-", "--"]
+PAIRINGS: dict[Direction, tuple[Style, str]] = {
+    "train_to_test": ("-", "training sample → nearest test sample (paper)"),
+    "test_to_train": ("--", "test sample → nearest training sample (demo)"),
+}
+LONGEST = 26  # characters of a name beside its rows
 
 
 def draw_duality(results: Mapping[str, Duality], path: Path) -> None:
-    """Contribution ℓₙ, size σ_w and sharpness σ_g against the direction n, for each run.
+    """Contribution ℓₙ, size σ_w, sharpness σ_g and correlation c against the direction n, for each run and pairing.
 
     The lines are means over neighbouring n, in bins of equal width on the logarithmic axis; dots are single directions.
+    Two more panels hold the spread of c, and the sums Σ c σ_w σ_g and Σ μ_w μ_g beside the gap.
     """
     if not results:
         raise RunError(f"{path}: there is no result to draw")
-    figure = new_figure(12, 3.9)
-    panels = figure.subplots(1, 3)
-    for place, (name, result) in enumerate(results.items()):
-        colour, style = COLOURS[place % len(COLOURS)], STYLES[place % len(STYLES)]
-        label = f"{name}: gap {result.gap:.3g}, of the pairs {result.paired_gap:.3g}"
-        for axes, values in zip(panels, (result.contribution, result.sigma_w, result.sigma_g), strict=True):
-            axes.plot(np.arange(1, len(values) + 1), values, ".", color=colour, markersize=2, alpha=0.25, zorder=1)
-            axes.plot(*binned(values), color=colour, linestyle=style, linewidth=1.6, label=label)
-    for axes, title in zip(panels, TITLES, strict=True):
-        axes.set(title=title, xscale="log", xlabel="direction $n$, by falling curvature")
+    figure = new_figure(13, 7 + 0.25 * len(results))
+    (ell, size, sharpness), (c, spread, gap) = panels = figure.subplots(2, 3)
+    for axes, title in zip(panels.flat, TITLES, strict=True):
+        axes.set(title=title)
         axes.grid(alpha=0.3)
-    _scale(panels[0], [part for result in results.values() for part in result.contribution])
-    for axes in panels[1:]:
+    for place, each in enumerate(results.values()):
+        for direction, found in each.pairings.items():
+            look = {"color": COLOURS[place % len(COLOURS)], "linestyle": PAIRINGS[direction][0]}
+            for axes, values in ((ell, found.contribution), (size, found.sigma_w), (sharpness, found.sigma_g)):
+                _draw_along(axes, np.asarray(values), look)
+            _draw_along(c, correlations(found), look)
+    for axes in (ell, size, sharpness, c):
+        axes.set(xscale="log", xlabel="direction $n$, by falling curvature")
+    _scale(ell, [part for each in results.values() for found in each.pairings.values() for part in found.contribution])
+    for axes in (size, sharpness):
         _focus(axes)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    _draw_spread(spread, results)
+    _draw_sums(gap, results)
+    _legend(figure, results)
     save_figure(figure, path)
 
 
-def binned(values: list[float]) -> tuple[Any, Any]:
-    """Mean direction and mean value in bins that grow with n, ten to a decade.
+TITLES = (
+    r"contribution $\ell_n$",
+    r"size $\sigma_{w,n}$",
+    r"sharpness $\sigma_{g,n}$",
+    r"correlation $c_n$",
+    r"spread of $c_n$: mean ± deviation, 10–90 %",
+    r"gap (line), $\Sigma c\,\sigma_w\sigma_g$ (full), $\Sigma\mu_w\mu_g$ (hatched)",
+)
+
+
+def _draw_along(axes: Any, values: Any, look: Mapping[str, Any]) -> None:
+    """Values by direction: single ones as dots, their means over bins as a line."""
+    marker = "." if look["linestyle"] == "-" else "+"
+    axes.plot(np.arange(1, len(values) + 1), values, marker, color=look["color"], markersize=2, alpha=0.2, zorder=1)
+    axes.plot(*binned(values), linewidth=1.6, **look)
+
+
+def correlations(found: Pairing) -> Any:
+    """cₙ, and NaN for the directions that do not move."""
+    values = np.full(len(found.correlation), np.nan)
+    values[found.moving] = np.asarray(found.correlation)[found.moving]
+    return values
+
+
+def _rows(results: Mapping[str, Duality]) -> list[tuple[float, str, Direction, Duality]]:
+    """(height, colour, pairing, result) of each run's two rows, from the top down."""
+    return [
+        (-place - (0.2 if second else -0.2), COLOURS[place % len(COLOURS)], direction, each)
+        for place, each in enumerate(results.values())
+        for second, direction in enumerate(each.pairings)
+    ]
+
+
+def _draw_spread(axes: Any, results: Mapping[str, Duality]) -> None:
+    for height, colour, direction, each in _rows(results):
+        c, style = each.pairings[direction].correlations, PAIRINGS[direction][0]
+        axes.plot([c.low, c.high], [height] * 2, color=colour, linestyle=style, linewidth=1.2)
+        axes.errorbar(c.mean, height, xerr=c.std, fmt="o", color=colour, markersize=5, elinewidth=3, alpha=0.8)
+    axes.axvline(0, color="0.5", linewidth=0.8)
+    names = [name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}" for name in results]
+    axes.set_yticks([-float(place) for place in range(len(names))], names, fontsize="small")
+    axes.set(xlabel="$c_n$ over the directions $n$", ylim=(0.6 - len(names), 0.6))
+
+
+def _draw_sums(axes: Any, results: Mapping[str, Duality]) -> None:
+    for height, colour, direction, each in _rows(results):
+        found, style = each.pairings[direction], PAIRINGS[direction][0]
+        bar = {"height": 0.3, "edgecolor": colour, "linestyle": style}
+        axes.barh(height, found.fluctuation, color=f"{colour}99", **bar)
+        axes.barh(height, found.drift, left=found.fluctuation, color="none", hatch="////", **bar)
+        axes.plot([each.gap] * 2, [height - 0.2, height + 0.2], color="black", linewidth=2)
+    axes.axvline(0, color="0.5", linewidth=0.8)
+    axes.set(xlabel="difference of the losses", ylim=(0.6 - len(results), 0.6))
+    axes.set_yticks([])
+
+
+def _legend(figure: Any, results: Mapping[str, Duality]) -> None:
+    """Colours for the runs with all three gaps, dashes for the pairings."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color="0.3", linestyle=style, label=label) for style, label in PAIRINGS.values()]
+    for place, (name, each) in enumerate(results.items()):
+        pairs = ", ".join(f"{found.paired_gap:.3g}" for found in each.pairings.values())
+        label = f"{name}: gap {each.gap:.3g}, of the pairs {pairs}"
+        handles.append(Line2D([], [], color=COLOURS[place % len(COLOURS)], linewidth=3, label=label))
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
+
+
+def binned(values: Any) -> tuple[Any, Any]:
+    """Mean direction and mean value in bins that grow with n, ten to a decade; NaN counts for nothing.
 
     >>> [x.tolist() for x in binned([4.0, 3.0, 2.0])]
     [[1.0, 2.0, 3.0], [4.0, 3.0, 2.0]]
     """
-    n = np.arange(1, len(values) + 1)
+    values = np.asarray(values, dtype=float)
+    n = (np.flatnonzero(~np.isnan(values)) + 1).astype(int)
     place = np.floor(10 * np.log10(n)).astype(int)
     _, bins = np.unique(place, return_inverse=True)
     count = np.bincount(bins)
-    return np.bincount(bins, n) / count, np.bincount(bins, values) / count
+    return np.bincount(bins, n) / count, np.bincount(bins, values[n - 1]) / count
 
 
 def _scale(axes: Any, values: list[float]) -> None:

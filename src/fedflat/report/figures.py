@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedflat.flatness import Duality, Landscape, LayerFlatness
-from fedflat.report.dual import binned
+from fedflat.flatness.pairing import Direction
+from fedflat.report.dual import binned, correlations
+from fedflat.report.flatness import PAIRINGS
 from fedflat.report.lines import Band, Line, thinned
 
 Figure = dict[str, Any]
@@ -114,22 +116,31 @@ def layers(found: Mapping[str, tuple[int, Sequence[LayerFlatness]]], quantity: s
 
 
 def duality(found: Mapping[str, tuple[int, Duality]]) -> dict[str, Figure]:
-    """Along the directions of falling curvature: the gap so far, the size σ_w and the sharpness σ_g of the minimum."""
-    gap, size, sharpness = list[Figure](), list[Figure](), list[Figure]()
+    """Along the directions of falling curvature, by both pairings: the gap so far, σ_w, σ_g and c of the minimum."""
+    gap, size, sharpness, correlation = (list[Figure]() for _ in range(4))
     for name, (place, each) in found.items():
-        carried = np.cumsum(each.contribution)
-        n = np.unique(np.geomspace(1, len(carried), 120).round().astype(int))
-        gap.append(_line(place, name, n, carried[n - 1]))
-        for traces, values in ((size, each.sigma_w), (sharpness, each.sigma_g)):
-            at, means = binned(values)
-            traces.append(_line(place, name, at, np.where(means > 0, means, np.nan)))
+        for direction, pairing in each.pairings.items():
+            carried = np.cumsum(pairing.contribution)
+            n = np.unique(np.geomspace(1, len(carried), 120).round().astype(int))
+            gap.append(_paired(place, name, direction, n, carried[n - 1]))
+            for traces, values in ((size, pairing.sigma_w), (sharpness, pairing.sigma_g)):
+                at, means = binned(values)
+                traces.append(_paired(place, name, direction, at, np.where(means > 0, means, np.nan)))
+            correlation.append(_paired(place, name, direction, *binned(correlations(pairing))))
     axis = "direction n, by falling curvature"
-    along = log([1.0, max(len(each.contribution) for _, each in found.values())])
+    along = log([1.0, max(len(each.eigenvalues) for _, each in found.values())])
     return {
         "Gap of the pairs, up to direction n": _figure(gap, axis, "Σ ℓ", xaxis=along),
         "Size of the solution": _figure(size, axis, "σ_w", xaxis=along, yaxis=log(_heights(size))),
         "Sharpness": _figure(sharpness, axis, "σ_g", xaxis=along, yaxis=log(_heights(sharpness))),
+        "Correlation of the two": _figure(correlation, axis, "c", xaxis=along),
     }
+
+
+def _paired(place: int, name: str, direction: Direction, x: ArrayLike, y: ArrayLike) -> Figure:
+    """A line of one pairing: solid for the paper's, dotted for the other."""
+    trace = _line(place, f"{name}, {PAIRINGS[direction]}", x, y)
+    return trace | {"line": {**trace["line"], "dash": "solid" if direction == "train_to_test" else "dot"}}
 
 
 def crossing(found: Mapping[str, tuple[int, Landscape]]) -> Figure:

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from fedflat.flatness import Duality, Landscape
+from fedflat.flatness import Duality, Landscape, Pairing
+from fedflat.flatness.pairing import Direction
 
 
 def flatness_table(rows: Sequence[Mapping[str, Any]], measured: str) -> Table:
@@ -71,23 +72,40 @@ def landscape_table(found: Mapping[str, Landscape], measured: str, span: float) 
     return table
 
 
+PAIRINGS: dict[Direction, str] = {"train_to_test": "train → test", "test_to_train": "test → train"}
+
+
 def duality_table(results: Mapping[str, Duality], measured: str) -> Table:
-    """Each run's and layer's gap, and what the directions of the basis make of it."""
-    return _side_by_side(measured, {name: duality_cells(each) for name, each in results.items()})
+    """Each run's and layer's gap, and what the directions of the basis make of it, by both pairings."""
+    return _side_by_side(measured, duality_columns(results))
 
 
-def duality_cells(each: Duality) -> dict[str, str]:
-    """What one layer's column shows, by the names of the rows."""
+def duality_columns(results: Mapping[str, Duality]) -> dict[str, dict[str, str]]:
+    """Two columns for each layer, one for each pairing, by the names of the rows."""
     return {
-        "pairs": str(each.pairs),
-        "gap of test and training loss": f"{each.gap:.4g}",
-        "gap of the pairs": f"{each.paired_gap:.4g}",
-        "… in the basis": f"{each.paired_gap - each.remainder:.4g}",
-        "… beyond it": f"{each.remainder:.2g}",
-        "directions of the basis": str(len(each.contribution)),
-        "directions that carry it": f"{each.participation:.1f}",
-        "Σ σ_w σ_g": f"{each.spread:.4g}",
+        f"{name}\n{PAIRINGS[direction]}": duality_cells(each, found)
+        for name, each in results.items()
+        for direction, found in each.pairings.items()
+    }
+
+
+def duality_cells(each: Duality, found: Pairing) -> dict[str, str]:
+    """What one layer's column of one pairing shows, by the names of the rows."""
+    c = found.correlations
+    return {
+        "gap: test − training loss": f"{each.gap:.4g}",
+        "gap of the pairs": f"{found.paired_gap:.4g}",
+        "… Σ c σ_w σ_g": f"{found.fluctuation:.4g}",
+        "… Σ μ_w μ_g": f"{found.drift:.4g}",
+        "… beyond the basis": f"{found.remainder:.2g}",
+        "Σ σ_w σ_g": f"{found.envelope:.4g}",
+        "c, mean ± deviation": f"{c.mean:.3f} ± {c.std:.3f}",
+        "c, median (10–90 %)": f"{c.median:.3f} ({c.low:.3f} … {c.high:.3f})",
+        "size √Σ σ_w²": f"{found.size:.4g}",
+        "sharpness √Σ σ_g²": f"{found.sharpness:.4g}",
         "‖W‖": f"{each.weight_norm:.4g}",
+        "pairs (left out)": f"{found.pairs} ({found.skipped})",
+        "directions (that carry it)": f"{len(found.contribution)} ({found.participation:.1f})",
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedflat.flatness import Landscape
 from fedflat.report import figures
-from fedflat.report.flatness import duality_cells, flatness_cells
+from fedflat.report.flatness import duality_columns, flatness_cells
 from fedflat.report.lines import Band, Line, differing
 from fedflat.report.markup import Canvas, Section, copied, fold, form_button, grid, heading, paragraph, section, table
 from fedflat.report.measured import Measured
@@ -249,9 +249,13 @@ def duality(content: Content, canvas: Canvas, _: int) -> Section | None:
     found = {content.name(k): (k, each.duality) for k, each in content.measured.items() if each.duality}
     if not found:
         return None
-    columns = {f"{name}: {each.layer}": duality_cells(each) for name, (_, each) in found.items()}
+    columns = duality_columns({f"{name}: {each.layer}": each for name, (_, each) in found.items()})
     plots = (canvas.plot(figure, title, "for each line") for title, figure in figures.duality(found).items())
-    note = "The gap between a sample and its nearest neighbour in the other half, as moves of the last layer's weights."
+    note = (
+        "The gap between a sample and its nearest neighbour in the other half, as moves of the last layer's weights. "
+        "Solid lines: each training sample with its nearest test sample, as in the paper. Dotted lines: each test "
+        "sample with its nearest training sample, as in the authors' demo."
+    )
     return section("duality", "Activity–weight duality", note, grid(plots), _beside("Duality", columns))
 
 

@@ -117,12 +117,17 @@ def _personal(rows: Iterable[Row]) -> Row:
 
 
 def _duality(layers: Iterable[Row]) -> Row:
-    """The gap over pairs, Σ σ_w σ_g and |w|, of each layer."""
+    """Of each layer the gap and ‖W‖; of each pairing what the gap of its pairs is made of."""
+    named = ("fluctuation", "drift", "envelope", "size", "sharpness")
     found: Row = {}
     for row in layers:
-        product = sum(w * g for w, g in zip(row["sigma_w"], row["sigma_g"], strict=True))
-        named = {"gap": row["paired_gap"], "spread": product, "norm": row["weight_norm"]}
-        found |= {f"duality_{row['layer']}_{name}": value for name, value in named.items()}
+        prefix = f"duality_{row['layer']}"
+        found |= {f"{prefix}_gap": row["gap"], f"{prefix}_norm": row["weight_norm"]}
+        for direction, pairing in row["pairings"].items():
+            c = pairing["correlations"]
+            numbers = {"gap": pairing["paired_gap"], **{name: pairing[name] for name in named}}
+            numbers |= {"correlation": c["mean"], "correlation_spread": c["std"]}
+            found |= {f"{prefix}_{direction}_{name}": value for name, value in numbers.items()}
     return found
 
 

@@ -1,0 +1,87 @@
+"""Which training and test samples are twins: nearest neighbours of one class in input space.
+
+Activity–weight duality compares the loss of a sample with that of its twin. The paper takes every training sample with
+its nearest test sample; the authors' demo takes every test sample with its nearest training sample. The two weigh the
+samples differently, and may even differ in the sign of the mean difference, so both are always looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fedflat.errors import DataError, RecipeError, nearest
+from fedflat.local import Batch
+
+Direction = Literal["train_to_test", "test_to_train"]
+
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)  # the paper's first
+CHUNK = 256  # samples whose distances are taken at once
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Which train and test samples are twins, by index, and how many classes only one side has."""
+
+    train: Tensor
+    test: Tensor
+    missing: int
+
+
+def pairs(train: Batch, test: Batch, direction: Direction = "train_to_test", limit: int = 0, seed: int = 0) -> Pairs:
+    """For each train sample the nearest test sample of its class (the paper's pairing), or the other way round.
+
+    Args:
+        train: inputs and classes of the train samples.
+        test: inputs and classes of the test samples.
+        direction: `train_to_test` (the paper's) or `test_to_train` (that of the authors' demo).
+        limit: of more samples than this, so many are drawn by the seed; 0 takes all.
+        seed: seed of that draw.
+
+    >>> train = torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([0, 0, 1])
+    >>> test = torch.tensor([[4.0], [0.4]]), torch.tensor([0, 0])
+    >>> pairs(train, test)
+    Pairs(train=tensor([0, 1]), test=tensor([1, 1]), missing=1)
+    >>> pairs(train, test, "test_to_train")
+    Pairs(train=tensor([1, 0]), test=tensor([0, 1]), missing=1)
+    """
+    if direction not in DIRECTIONS:
+        raise RecipeError(f"direction = {direction!r} is unknown; {nearest(direction, DIRECTIONS)}")
+    if limit < 0:
+        raise RecipeError(f"limit = {limit}: it must be at least 1, or 0 for all")
+    for side, (_, labels) in {"train": train, "test": test}.items():
+        if labels.ndim != 1:
+            raise DataError(f"{side} labels: pairs need one class for each sample, not the shape {tuple(labels.shape)}")
+    (inputs, labels), others = (train, test) if direction == "train_to_test" else (test, train)
+    common = torch.isin(labels, others[1])
+    if not common.any():
+        raise DataError("train and test samples have no class in common, so there are no pairs")
+    chosen = drawn(common.nonzero().flatten(), limit, seed)
+    twins = _twins((inputs[chosen], labels[chosen]), others)
+    missing = len(set(labels.tolist()) ^ set(others[1].tolist()))
+    return Pairs(chosen, twins, missing) if direction == "train_to_test" else Pairs(twins, chosen, missing)
+
+
+def drawn(indices: Tensor, limit: int, seed: int) -> Tensor:
+    """At most so many of the indices, in their order; 0 means all."""
+    if not limit or len(indices) <= limit:
+        return indices
+    chance = torch.Generator().manual_seed(seed)
+    return indices[torch.randperm(len(indices), generator=chance)[:limit].sort().values]
+
+
+def _twins(samples: Batch, others: Batch) -> Tensor:
+    """The nearest of the others of the same class: argmin |b|² − 2 a·b, in float64 because it is a difference."""
+    inputs, labels = samples
+    twins = torch.empty_like(labels, dtype=torch.long)
+    for label in labels.unique():
+        mine, theirs = (labels == label).nonzero().flatten(), (others[1] == label).nonzero().flatten()
+        candidates = others[0][theirs].flatten(1).double()
+        squares = candidates.square().sum(dim=1)
+        for part in mine.split(CHUNK):
+            products = inputs[part].flatten(1).double() @ candidates.T
+            twins[part] = theirs[(squares - 2 * products).argmin(dim=1)]
+    return twins

@@ -1,0 +1,68 @@
+"""Twins: the nearest sample of the same class in the other part of the data."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedflat.errors import DataError, RecipeError
+from fedflat.flatness import DIRECTIONS, pairs
+
+
+@settings(deadline=None)
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4), st.integers(0, 999), st.sampled_from(DIRECTIONS))
+def test_a_twin_is_the_nearest_of_its_class(many, few, classes, seed, direction):
+    chance = torch.Generator().manual_seed(seed)
+    train, test = (
+        (torch.randn(n, 2, 3, generator=chance), torch.randint(0, classes, (n,), generator=chance)) for n in (many, few)
+    )
+    shared = set(train[1].tolist()) & set(test[1].tolist())
+    if not shared:
+        with pytest.raises(DataError, match="no class in common"):
+            pairs(train, test, direction)
+        return
+    found = pairs(train, test, direction)
+    mine, theirs, here, there = (
+        (train, test, found.train, found.test)
+        if direction == "train_to_test"
+        else (test, train, found.test, found.train)
+    )
+    assert here.tolist() == [i for i, label in enumerate(mine[1].tolist()) if label in shared]
+    for i, j in zip(here.tolist(), there.tolist(), strict=True):
+        distance = (theirs[0].double() - mine[0][i]).flatten(1).norm(dim=1)
+        distance[theirs[1] != mine[1][i]] = torch.inf
+        assert j == int(distance.argmin())
+    assert found.missing == len(set(train[1].tolist()) | set(test[1].tolist())) - len(shared)
+
+
+def samples(count, seed):
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 5, generator=chance), torch.randint(0, 3, (count,), generator=chance)
+
+
+def test_the_default_is_the_papers_pairing_of_all_train_samples():
+    train, test = samples(50, 0), samples(40, 1)
+    found, named = pairs(train, test), pairs(train, test, "train_to_test", limit=50)
+    assert found.train.equal(torch.arange(50)) and found.train.equal(named.train) and found.test.equal(named.test)
+    assert pairs(train, test, "test_to_train").test.equal(torch.arange(40))
+
+
+def test_a_limit_draws_by_the_seed():
+    train, test = samples(50, 0), samples(40, 1)
+    some, again, other = (pairs(train, test, limit=10, seed=seed) for seed in (3, 3, 4))
+    assert len(some.train) == len(set(some.train.tolist())) == 10
+    assert some.test.equal(again.test) and some.train.equal(again.train) and not some.train.equal(other.train)
+    assert pairs(train, test).test[some.train].equal(some.test)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"direction": "backwards"}, RecipeError, "direction = 'backwards' is unknown; known: test_to_train"),
+        ({"limit": -1}, RecipeError, "limit = -1: it must be at least 1, or 0 for all"),
+        ({"test": (torch.zeros(4, 5), torch.zeros(4, 3))}, DataError, r"test labels: .*\(4, 3\)"),
+    ],
+)
+def test_a_mistake_gives_one_sentence(options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        pairs(**{"train": samples(9, 0), "test": samples(9, 1), **options})
