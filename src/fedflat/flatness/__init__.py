@@ -2,7 +2,7 @@
 
 from fedflat.flatness.duality import Duality, Pairs, duality, layers_of, pairs
 from fedflat.flatness.federated import FederatedHessian, HessianProduct, Portion
-from fedflat.flatness.hessian import Eigen, Hessian, Operator, Trace, top_eigenvalues, trace
+from fedflat.flatness.hessian import Eigen, GaussNewton, Hessian, Operator, Trace, top_eigenvalues, trace
 from fedflat.flatness.landscape import Landscape, eigen_plane, filter_normalised, landscape
 from fedflat.flatness.layers import Activity, LayerFlatness, layers
 from fedflat.flatness.measure import Flatness, Spectrum, measure, spectrum
@@ -10,16 +10,29 @@ from fedflat.flatness.norms import Capacity, LayerNorm, capacity, layer_norms, w
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.sharpness import AverageSharpness, adaptive_sharpness, ascent_sharpness, average_sharpness
 from fedflat.flatness.spectrum import Density, density, hutch_plus_plus, quadrature
+from fedflat.flatness.theory import (
+    BlockCurvature,
+    Curvature,
+    Theory,
+    client_curvatures,
+    curvature,
+    mean_over,
+    over,
+    theory,
+)
 
 __all__ = [
     "Activity",
     "AverageSharpness",
+    "BlockCurvature",
     "Capacity",
+    "Curvature",
     "Density",
     "Duality",
     "Eigen",
     "FederatedHessian",
     "Flatness",
+    "GaussNewton",
     "Hessian",
     "HessianProduct",
     "Landscape",
@@ -30,11 +43,14 @@ __all__ = [
     "Pairs",
     "Portion",
     "Spectrum",
+    "Theory",
     "Trace",
     "adaptive_sharpness",
     "ascent_sharpness",
     "average_sharpness",
     "capacity",
+    "client_curvatures",
+    "curvature",
     "density",
     "duality",
     "eigen_plane",
@@ -44,10 +60,13 @@ __all__ = [
     "layer_norms",
     "layers",
     "layers_of",
+    "mean_over",
     "measure",
+    "over",
     "pairs",
     "quadrature",
     "spectrum",
+    "theory",
     "top_eigenvalues",
     "trace",
     "weight_norm",
