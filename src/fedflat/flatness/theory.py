@@ -79,12 +79,8 @@ def theory(problem: Problem, portion: Portion, seed: int = 0, bias: bool = True)
 
 def client_curvatures(problem: Problem, portion: Portion, seed: int = 0, bias: bool = True) -> list[Curvature]:
     """Each client's, from its own samples and the model alone: only these few numbers would leave it."""
-    federation = problem.federation
-    losses = (
-        Objective(problem.network.module, problem.loss, portion.batches(federation, [client]))
-        for client in range(federation.clients)
-    )
-    return [curvature(loss, seed, bias) for loss in losses]
+    clients = range(problem.federation.clients)
+    return [curvature(portion.own(problem, client), seed, bias) for client in clients]
 
 
 def curvature(objective: Objective, seed: int = 0, bias: bool = True, tolerance: float = 1e-3) -> Curvature:
