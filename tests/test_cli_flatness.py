@@ -16,7 +16,7 @@ import torch
 from fedflat import federate, train
 from fedflat.cli import main
 from fedflat.cli.app import err, out
-from fedflat.flatness import Landscape, Portion, filter_normalised, landscape, measure
+from fedflat.flatness import Landscape, Portion, curvature, filter_normalised, landscape, measure
 from fedflat.prepare import load_run, prepare
 from fedflat.recipe import load
 from fedflat.run import execute
@@ -103,12 +103,58 @@ def test_the_table_has_a_column_for_each_run_and_a_row_for_each_number(runs, fed
 def test_layers_are_shown_for_each_run_with_curvature_activity_and_bound(runs, fedflat, read):
     arguments = ("flatness", "plain", *QUICK, "--k", 1, "--probes", 5, "--layers")
     (row,) = read(*arguments)["runs"]
-    assert [(layer["name"], layer["parameters"]) for layer in row["layers"]] == [("fc1", 512), ("head", 80)]
+    assert [(layer["name"], layer["parameters"]) for layer in row["layers"]] == [("fc1", 520), ("head", 90)]
     for layer in row["layers"]:
         assert 0 < layer["eigenvalues"][0] <= layer["activity"]["bound"] * (1 + 1e-3)
     code, printed, _ = fedflat(*arguments)
     assert code == 0
     assert all(text in printed for text in ("fc1", "head", "MAN's bound", "plain: the Hessian's block"))
+
+
+def test_a_layers_block_has_its_bias_unless_it_is_left_out(runs, fedflat, read):
+    arguments = ("flatness", "plain", *QUICK, "--k", 1, "--probes", 5, "--layers")
+    found = read(*arguments, "--no-bias")
+    assert not found["bias"] and [layer["parameters"] for layer in found["runs"][0]["layers"]] == [512, 80]
+    assert "each layer's weight and bias" in " ".join(fedflat(*arguments)[1].split())
+    assert "each layer's weight, and" in " ".join(fedflat(*arguments, "--no-bias")[1].split())
+
+
+def test_layers_of_the_clients_are_those_of_each_clients_own_samples(runs, fedflat, read):
+    arguments = ("flatness", "plain", *QUICK, "--k", 1, "--probes", 5, "--layers", "--federated")
+    (row,) = read(*arguments)["runs"]
+    problem, _ = load_run(runs / "plain")
+    assert sum(client["samples"] for client in row["clients"]) == row["samples"]
+    for client, found in enumerate(row["clients"]):
+        expected = curvature(Portion(200).own(problem, client))
+        assert found["hessian"] == pytest.approx(expected.hessian, rel=1e-5)
+        for block, other in zip(found["blocks"], expected.blocks, strict=True):
+            assert (block["name"], block["parameters"]) == (other.name, other.parameters)
+            assert [block["hessian"], block["bound"]] == pytest.approx([other.hessian, other.bound], rel=1e-5)
+            assert block["hessian"] <= block["bound"]
+    code, printed, _ = fedflat(*arguments)
+    assert code == 0
+    assert all(text in printed for text in ("each client's loss", "Σ pᵢ λ1(Hᵢ)", "MAN's bound ÷ λ1(Hᵢ_l), range"))
+
+
+def test_the_theory_is_one_table_with_a_ratio_to_the_first_run(runs, fedflat, read):
+    arguments = ("flatness", "plain", "flat", *QUICK, "--k", 1, "--probes", 5, "--theory")
+    plain, flat = (row["theory"] for row in read(*arguments)["runs"])
+    for found in (plain, flat):
+        assert found["pooled"]["hessian"] <= found["clients_sum"] * (1 + 1e-5)
+        assert found["pooled"]["gauss_newton"] <= found["blocks_sum"] * (1 + 1e-5)
+    code, printed, _ = fedflat(*arguments)
+    assert code == 0
+    assert "a layer's block is its weight and bias" in " ".join(printed.split())
+    changes = {
+        name: f"{other['hessian'] / first['hessian']:.3g}"
+        for name, first, other in (
+            ("all", plain["pooled"], flat["pooled"]),
+            *((a["name"], a, b) for a, b in zip(plain["pooled"]["blocks"], flat["pooled"]["blocks"], strict=True)),
+        )
+    }
+    for name, ratio in changes.items():
+        (line,) = (line for line in printed.splitlines() if re.match(rf"│ {name} +│ λ1\(H", line))
+        assert re.search(rf" {re.escape(ratio)}( ↑)? +│$", line), line
 
 
 def test_the_density_is_a_rule_whose_weights_add_up_to_one(runs, read):
@@ -274,6 +320,7 @@ def test_nothing_is_measured_or_written_if_a_later_run_is_bad(broken, fedflat, m
         (["flatness", "plain", "--k", "0"], 2, "'--k': 0 is not in the range"),
         (["flatness", "plain", "--samples", "-1"], 2, "'--samples': -1"),
         (["flatness", "plain", "--probes", "1"], 2, "'--probes': 1"),
+        (["flatness", "plain", "--theory", "--federated"], 2, "--theory compares the clients with the pooled samples"),
         (["landscape", "plain", "--plane", "diagonal"], 2, "'diagonal' is not one of 'eigen', 'random'"),
         (["landscape", "plain", "--dimensions", "3"], 2, "'--dimensions': 3"),
         (["landscape", "plain", "--span", "0", "--plane", "random"], 2, "--span 0.0: it must be a positive number"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils import vector_to_parameters
 
 from fedflat import Method, Part, Samples, models, train
@@ -18,13 +19,17 @@ from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool
 from fedflat.errors import RecipeError
 from fedflat.flatness import Hessian, Objective, Portion, top_eigenvalues
+from fedflat.flatness.federated import Gradient, Rise
 from fedflat.methods import parse
 from fedflat.parts import ProximalAscent
 from fedflat.recipe import Evaluation, Local, Server
 from fedflat.server import conduct, first_state, view
 from fedflat.vector import Network
 
-ALL = ["consistency", "divergence", "discord", "cosine", "proximal", "lambda", "local", "classes"]
+ALL = [
+    "consistency", "divergence", "discord", "cosine", "proximal", "lambda", "local", "classes", "gradient", "margin",
+    "local_sharpness",
+]  # fmt: skip
 COHORT = [0, 2, 3, 5, 7]
 
 
@@ -165,6 +170,7 @@ def test_other_methods_have_no_proximal_gradient_and_no_angle(digits, method):
     result = train(digits, mlp(), method, rounds=1, cohort=4, engine="inline", measures=ALL)
     assert "cosine" not in result.history[0]
     assert {"consistency", "divergence", "discord", "local_accuracy", "class_accuracy"} <= set(result.history[0])
+    assert {"gradient", "margin", "local_sharpness", "averaged_sharpness", "global_sharpness"} <= set(result.history[0])
 
 
 @dataclass(frozen=True)
@@ -328,3 +334,117 @@ def test_a_curvature_beyond_all_numbers_has_no_eigenvalue_rather_than_zero():
     x = torch.full((2, 3), 1e25)
     steep = Objective(nn.Linear(3, 1, bias=False), half_square, [(x, x[:, :1])])
     assert math.isnan(float(top_eigenvalues(Hessian(steep), k=1).values))
+
+
+def training_loss(problem, buffers, client):
+    """The mean loss of one client's training samples as a function of the weights."""
+    federation, network = problem.federation, problem.network
+    x, y = federation.batch(federation.shards[client], None)
+    views = network.buffer_layout.views(buffers.clone()) if buffers.numel() else {}
+
+    def loss(w):
+        network.module.eval()
+        return problem.loss(functional_call(network.module, {**network.layout.views(w), **views}, (x,)), y)
+
+    return loss
+
+
+def sharpness_of(loss, weights, rho):
+    g = torch.func.grad(loss)(weights)
+    return float(loss(weights + rho * g / g.norm()) - loss(weights))
+
+
+@pytest.mark.parametrize("build", [mlp, normalised])
+def test_the_gradient_is_that_of_the_mean_loss_of_all_training_samples(digits, build):
+    settings = dict(rounds=4, cohort=5, lr=0.3, precision="float64", every=2, measures=["gradient"])
+    result = train(digits, build(), "feddyn", engine="inline", **settings)
+    assert [round for round, _ in result.curve("gradient")] == [2, 4]
+    (x, y), (w, views) = digits.to(torch.float64).held_out("train", 0, 1442), parameters_of(result.model)
+    dense = torch.func.grad(lambda w: F.cross_entropy(functional_call(result.model, views(w), (x,)), y))(w)
+    assert result.history[-1]["gradient"] == pytest.approx(float(dense @ dense), rel=1e-10)
+
+
+def parameters_of(module):
+    own = {n: p.detach() for n, p in module.named_parameters()}
+    sizes = [p.numel() for p in own.values()]
+
+    def views(w):
+        return {n: v.view_as(own[n]) for n, v in zip(own, w.split(sizes), strict=True)}
+
+    return torch.cat([p.reshape(-1) for p in own.values()]), views
+
+
+def test_for_least_squares_the_gradient_is_in_closed_form_whatever_the_clients_sizes(regression):
+    federation = replace(regression, shards=tuple(torch.arange(80).split([2, 13, 30, 35])))
+    settings = dict(rounds=2, lr=0.01, precision="float64", engine="inline", measures=["gradient", "margin"])
+    result = train(federation, nn.Linear(3, 1, bias=False), loss=half_square, **settings)
+    x, y = federation.dataset.train.inputs, federation.dataset.train.labels
+    expected = x.T @ (x @ result.model.weight.detach().T - y) / 80
+    assert result.history[-1]["gradient"] == pytest.approx(float(expected.square().sum()), rel=1e-10)
+    assert result.history[-1]["margin"] is None  # these labels are not classes
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0, 3.5])
+def test_the_margin_loss_is_the_share_of_training_samples_within_the_margin(digits, gamma):
+    settings = dict(rounds=3, cohort=5, lr=0.3, every=3, on="train", margin=gamma, measures=["margin"])
+    result = train(digits, mlp(), engine="inline", **settings)
+    assert [round for round, _ in result.curve("margin")] == [3]
+    x, y = digits.held_out("train", 0, digits.size("train"))
+    with torch.no_grad():
+        logits = result.model(x)
+    margins = [float(z[c] - max(z[j] for j in range(10) if j != c)) for z, c in zip(logits, y.tolist(), strict=True)]
+    assert result.history[-1]["margin"] == pytest.approx(sum(m <= gamma for m in margins) / len(margins), abs=1e-12)
+    if gamma == 0:
+        assert result.history[-1]["margin"] == pytest.approx(1 - result.history[-1]["accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("build", "method", "policy"),
+    [(mlp, "fedavg", "average"), (mlp, "fednsam", "average"), (normalised, "fedavg", "local")],
+)
+def test_local_averaged_and_global_sharpness_are_their_formulas(digits, build, method, policy):
+    federation, rho = digits.to(torch.float64), 0.1
+    watch = Evaluation(measures=["local_sharpness"], radius=rho)
+    problem, again = (
+        Problem(federation, Network(build(), torch.float64), parse(method), Local(batch=0, epochs=3, lr=0.3),
+                buffers=policy) for _ in range(2)
+    )  # fmt: skip
+    state = first_state(problem)
+    questions = {"gradient": Gradient(), "rise": Rise()}
+    with closing(Inline(problem, questions)) as engine, closing(Inline(again)) as twin:
+        sent = problem.method.broadcast(view(problem, state))
+        uploads = sorted(twin.turns(Brief(0, 0.3, sent), COHORT), key=lambda upload: upload.client)
+        state, report = conduct(problem, Server(average="uniform"), state, engine, COHORT, watch)
+    first = first_state(again)
+    own = [
+        sharpness_of(
+            training_loss(again, upload.memory.get("buffers", first.buffers), upload.client),
+            sent["weights"] + upload.delta,
+            rho,
+        )
+        for upload in uploads
+    ]
+    losses = [training_loss(again, state.buffers, client) for client in COHORT]
+    expected = {
+        "local_sharpness": sum(own) / 5,
+        "averaged_sharpness": sum(sharpness_of(loss, state.weights, rho) for loss in losses) / 5,
+        "global_sharpness": sharpness_of(lambda w: sum(loss(w) for loss in losses) / 5, state.weights, rho),
+    }
+    assert report.measures == pytest.approx(expected, rel=1e-9)
+    assert report.measures["averaged_sharpness"] > report.measures["global_sharpness"]
+
+
+def test_what_clients_are_asked_is_measured_where_the_round_is_evaluated_and_at_the_end(digits):
+    result = train(digits, rounds=5, cohort=3, engine="inline", every=2, measures=ALL)
+    for name in ("gradient", "margin", "local_sharpness", "global_sharpness"):
+        assert [round for round, _ in result.curve(name)] == [2, 4, 5]
+
+
+@pytest.mark.parametrize(("build", "method"), [(mlp, "fedsmoo"), (normalised, "fedavg")])
+def test_what_clients_are_asked_is_the_same_to_the_bit_for_any_number_of_workers(digits, build, method):
+    settings = dict(rounds=3, cohort=5, measures=ALL, sharpness=3, sharpness_samples=50)
+    engines = (dict(engine="inline"), dict(engine="pool", workers=1), dict(engine="pool", workers=3))
+    runs = [train(digits, build(), method, **settings, **each) for each in engines]
+    for name in ("gradient", "margin", "local_sharpness", "averaged_sharpness", "global_sharpness", "lambda1"):
+        assert len({str(run.curve(name)) for run in runs}) == 1
+        assert runs[0].curve(name)

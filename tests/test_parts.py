@@ -38,7 +38,6 @@ from fedflat.parts import (
     ServerMomentum,
     ServerStep,
     ServerView,
-    TopEigenvalue,
     Upload,
     WeightAveraging,
     collect,
@@ -513,6 +512,15 @@ def test_mans_official_list_for_convnet_gn_is_conv1_conv2_fc1_fc2_and_the_varian
     torch.testing.assert_close(ours, network.differentiate(objective), rtol=1e-10, atol=1e-12)
 
 
+def test_mans_official_list_takes_no_variance_of_a_batch_of_one():
+    network = Network(models.build("convnet-gn", (1, 8, 8), 10), torch.float64)
+    batch = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0), **DOUBLE), torch.tensor([3])
+    twins = tuple(torch.cat([each, each]) for each in batch)  # their variance is 0 too
+    one, two = (descent(ActivationNorm(0.4, "official_convnet"), network, b, network.weights) for b in (batch, twins))
+    assert one.any()
+    torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-14)
+
+
 def test_mans_official_list_is_refused_for_other_networks():
     network, batch, anchor = task(mlp)
     with pytest.raises(RecipeError, match=r"official_convnet.*2 activations"):
@@ -559,53 +567,6 @@ def test_the_curvature_of_a_layer_is_bounded_by_its_inputs_norm(digits, activati
         blocks.append((top, a.square().sum(1).mean()))
     top, norm = blocks[-1]
     assert top <= norm / 2  # the softmax's own curvature is at most 1/2
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The top eigenvalue
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def curved():
-    """A small smooth problem, trained a little, and its loss as a function of the weights."""
-    torch.manual_seed(1)
-    network = Network(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), torch.float64)
-    x, y = 2 * torch.randn(20, 3, **DOUBLE), torch.arange(20) % 3
-    return network, (x, y), lambda w: F.cross_entropy(forward(network, w, x)[0], y)
-
-
-def test_the_noted_eigenvalue_converges_to_that_of_the_dense_hessian():
-    network, batch, loss = curved()
-    rule = TopEigenvalue(0.1, steps=300).plan(LocalRule(0.1, 1), {"weights": network.weights}, {})
-    eigenvalues = torch.linalg.eigvalsh(hessian(loss)(network.weights.clone()))
-    outcome = local_train(network, network.weights.clone(), rule, [batch], F.cross_entropy)
-    assert outcome.notes["top eigenvalue"] == pytest.approx(float(eigenvalues[-1]), rel=1e-8)
-
-
-def test_its_gradient_is_that_of_finite_differences_along_the_fixed_eigenvector():
-    network, batch, loss = curved()
-    start, h, weight = network.weights.clone(), 1e-4, 0.3
-    rule = TopEigenvalue(weight, steps=5).plan(LocalRule(1.0, 1), {"weights": start}, {})
-    ours = -local_train(network, start, rule, [batch], F.cross_entropy).delta - gradient(loss, start)
-    v = rule.terms[0].vector
-
-    def curvature(w):
-        return v @ hessian(loss)(w) @ v
-
-    for seed in range(5):
-        direction = torch.randn(network.size, generator=torch.Generator().manual_seed(seed), **DOUBLE)
-        slope = (curvature(start + h * direction) - curvature(start - h * direction)) / (2 * h)
-        assert float(ours @ direction) == pytest.approx(weight * float(slope), rel=1e-5, abs=1e-8)
-
-
-def test_penalising_it_ends_in_a_flatter_place():
-    tops = []
-    for weight in (0.0, 0.3):
-        network, batch, loss = curved()
-        rule = TopEigenvalue(weight).plan(LocalRule(0.3, 50), {"weights": network.weights}, {})
-        local_train(network, network.weights.clone(), rule, [batch] * 50, F.cross_entropy)
-        tops.append(float(torch.linalg.eigvalsh(hessian(loss)(network.weights.clone()))[-1]))
-    assert 0 < tops[1] < 0.8 * tops[0]
 
 
 # --------------------------------------------------------------------------------------------------------------------

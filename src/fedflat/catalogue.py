@@ -231,8 +231,8 @@ def man(zeta: float = 0.15, layers: Layers = "all") -> Method:
     return Method(ActivationNorm(zeta, layers))
 
 
-def top_eigenvalue(weight: float = 0.01, steps: int = 1) -> Method:
-    return Method(TopEigenvalue(weight, steps))
+def top_eigenvalue(weight: float = 0.01, steps: int = 1, bound: float = 0.0) -> Method:
+    return Method(TopEigenvalue(weight, steps, bound))
 
 
 def median() -> Method:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,8 @@ BufferPolicy = Literal["average", "local", "refuse"]
 STAGES = ("planning", "training", "settling", "evaluating")
 SCORED = 500  # samples of a chunk, when a client looks at all of its own
 FAILURES = ("raised", "hung", "died")  # why a client may have no upload at all
+About = Literal["hessian", "gradient", "rise", "margin"]
+ABOUT: tuple[About, ...] = get_args(About)  # what a client can be asked; a task names it by its place here
 
 
 @dataclass
@@ -129,13 +131,16 @@ class Question(Protocol):
     def __call__(self, problem: Problem, client: int, vector: Tensor) -> Tensor: ...
 
 
+Questions = Question | Mapping[About, Question]  # one for whatever is asked, or several by name
+
+
 class Worker:
     """Gives one client after the other its turn, scores models and answers a question, in one resident network."""
 
     def __init__(
         self,
         problem: Problem,
-        question: Question | None = None,
+        question: Questions | None = None,
         stage: Tensor | None = None,
         first: Vectors | None = None,
     ) -> None:
@@ -259,12 +264,13 @@ class Worker:
         inputs, labels = problem.federation.held_out(part, start, stop)
         return score(problem.network.module, inputs, labels, problem.loss, problem.federation.dataset.classes)
 
-    def answer(self, weights: Tensor, buffers: Tensor, client: int, vector: Tensor) -> Tensor:
+    def answer(self, weights: Tensor, buffers: Tensor, client: int, vector: Tensor, about: About = "hessian") -> Tensor:
         """What a client answers to the question about a vector, at these weights."""
-        if self._question is None:
+        question = self._question.get(about) if isinstance(self._question, Mapping) else self._question
+        if question is None:
             raise RuntimeError("this engine was started without a question to its clients")
         self._load(weights, buffers)
-        return self._question(self.problem, client, vector)
+        return question(self.problem, client, vector)
 
     def _load(self, weights: Tensor, buffers: Tensor) -> None:
         self._enter("evaluating")

@@ -293,7 +293,10 @@ class Planner(Protocol):
 
 
 def passes(method: Planner) -> tuple[int, int]:
-    """Passes in a local step of a method: with a gradient, and through frozen models; counted in one real step."""
+    """Passes in a local step of a method: with a gradient, and through frozen models; counted in one real step.
+
+    A term with `passes` makes every gradient cost so many more.
+    """
     network = Network(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
     weights = _random(1)
     network.weights.copy_(weights)
@@ -313,4 +316,5 @@ def passes(method: Planner) -> tuple[int, int]:
     batch = _random(3)[:8].view(2, 4), torch.tensor([0, 1])
     rule = method.plan(replace(_rule(), steps=1), method.broadcast(server), memory)
     train(network, weights + 0.1, rule, [batch, batch] if rule.pairs else [batch], F.cross_entropy)
-    return counts["gradients"], counts["forwards"]
+    each = 1 + sum(getattr(term, "passes", 0) for term in rule.terms)
+    return each * counts["gradients"], counts["forwards"]

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedflat import models
 from fedflat.checkpoint import DamagedError, verified
-from fedflat.client import Problem, Question
+from fedflat.client import About, Problem, Question, Questions
 from fedflat.cohort import cohort_size
 from fedflat.engine.cluster import Cluster
 from fedflat.engine.engine import Engine
@@ -162,10 +162,10 @@ def _engine(recipe: Recipe) -> tuple[str, int]:
     return ("pool" if workers > 1 else "inline") if kind == "auto" else kind, workers
 
 
-def start_engine(problem: Problem, recipe: Recipe, state: ServerState, question: Question | None = None) -> Engine:
+def start_engine(problem: Problem, recipe: Recipe, state: ServerState, question: Questions | None = None) -> Engine:
     """The engine that the recipe asks for; its clients can be asked the question, or else what the recipe measures."""
     kind, workers = _engine(recipe)
-    question = question or _curvature(recipe)
+    question = question or _questions(recipe)
     if kind == "inline":
         return Inline(problem, question)
     if kind == "ray":
@@ -175,12 +175,23 @@ def start_engine(problem: Problem, recipe: Recipe, state: ServerState, question:
     return Pool(problem, state, slots, min(workers, slots), question, recipe.admission.deadline)
 
 
-def _curvature(recipe: Recipe) -> Question | None:
-    if not recipe.evaluation.sharpness:
+def _questions(recipe: Recipe) -> Questions | None:
+    """What the clients are asked for the measures of the recipe."""
+    wanted: set[str] = {*recipe.evaluation.measures}
+    if not recipe.evaluation.sharpness and not wanted & {"gradient", "margin", "local_sharpness"}:
         return None
-    from fedflat.flatness.federated import HessianProduct  # it loads SciPy, which plain runs do without
+    from fedflat.flatness import federated  # it loads SciPy, which plain runs do without
 
-    return HessianProduct(sharpness_portion(recipe))
+    asked: dict[About, Question] = {}
+    if recipe.evaluation.sharpness:
+        asked["hessian"] = federated.HessianProduct(sharpness_portion(recipe))
+    if wanted & {"gradient", "local_sharpness"}:
+        asked["gradient"] = federated.Gradient()
+    if "local_sharpness" in wanted:
+        asked["rise"] = federated.Rise()
+    if "margin" in wanted:
+        asked["margin"] = federated.Margin(recipe.evaluation.margin)
+    return asked
 
 
 def sharpness_portion(recipe: Recipe) -> Portion:

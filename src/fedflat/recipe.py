@@ -119,7 +119,10 @@ class Server(Section):
 
 
 TrackerName = Literal["tensorboard", "mlflow", "wandb"]
-Measure = Literal["consistency", "divergence", "discord", "cosine", "proximal", "lambda", "local", "classes"]
+Measure = Literal[
+    "consistency", "divergence", "discord", "cosine", "proximal", "lambda", "local", "classes", "gradient", "margin",
+    "local_sharpness",
+]  # fmt: skip
 
 
 class Evaluation(Section):
@@ -134,6 +137,8 @@ class Evaluation(Section):
     measures: list[Measure] = Field(
         ["consistency"], description="what to measure of each round's local models, as in docs/how-to.md"
     )
+    margin: float = Field(1.0, ge=0, description="γ of the measure `margin`")
+    radius: float = Field(0.05, gt=0, description="ρ of the measure `local_sharpness`")
     target: float | None = Field(None, gt=0, le=1, description="accuracy for `rounds to target`")
     sharpness: int = Field(
         0, ge=0, description="rounds between measurements of λ₁ by the clients' Hessian products; 0 = never"

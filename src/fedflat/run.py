@@ -212,6 +212,7 @@ def rounds(
                 record["train_loss"] = _number(score_on_train.loss)
             if "classes" in recipe.evaluation.measures:
                 record["class_accuracy"] = [_number(accuracy) for accuracy in score.per_class]
+            record |= _of_training_samples(problem, recipe, shown, engine)
         if recipe.evaluation.sharpness and state.round % recipe.evaluation.sharpness == 0:
             record |= _sharpness(problem, recipe, shown, engine)
         record["seconds"] = round(time.perf_counter() - begun, 4)
@@ -246,6 +247,20 @@ def _record(state: ServerState, report: RoundReport) -> Record:
         **({"refused": refused} if refused else {}),
         **({"skipped": report.skipped} if report.skipped else {}),
     }
+
+
+def _of_training_samples(problem: Problem, recipe: Recipe, state: ServerState, engine: Engine) -> Record:
+    """What the recipe measures of the evaluated model on the clients' samples; None where they cannot be asked."""
+    wanted = [name for name in ("gradient", "margin") if name in recipe.evaluation.measures]
+    if not wanted:
+        return {}
+    from fedflat.flatness.federated import gradient_norm, margin_loss
+
+    measures = {"gradient": gradient_norm, "margin": margin_loss}
+    try:
+        return {name: _number(measures[name](engine, state, problem)) for name in wanted}
+    except AwayError:
+        return dict.fromkeys(wanted)
 
 
 def _sharpness(problem: Problem, recipe: Recipe, state: ServerState, engine: Engine) -> Record:

@@ -15,12 +15,13 @@ from fedflat.admission import Gate
 from fedflat.client import Brief, Problem, Refusal
 from fedflat.cohort import expected_cohort
 from fedflat.engine.engine import Engine, one_thread
+from fedflat.errors import AwayError
 from fedflat.metrics import MEASURES, bytes_of
-from fedflat.parts import ServerView, Uploads, collect
+from fedflat.parts import ServerView, Upload, Uploads, collect
 from fedflat.recipe import Admission, Evaluation, Server
 from fedflat.state import ServerState
 
-SINGLE = {*MEASURES, "local"}  # measures that look at each client's Δ
+SINGLE = {*MEASURES, "local", "local_sharpness"}  # measures that look at each client's Δ
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,9 @@ def conduct(
         return replace(state, round=state.round + 1), replace(report, cohort=[], skipped=skipped)
     merged = merge(problem, server, state, uploads, sent["weights"])
     if watch and uploads:
-        report = replace(report, measures=_measured(engine, state, merged, uploads, sent["weights"], watch))
+        round = state.round + 1
+        due = round == server.rounds or bool(watch.every and round % watch.every == 0)
+        report = replace(report, measures=_measured(engine, state, merged, uploads, sent["weights"], watch, due))
     engine.remember(uploads)
     return replace(merged, round=state.round + 1), report
 
@@ -151,13 +154,29 @@ def _skipped(gate: Gate, limits: Admission, uploads: Uploads) -> str:
 
 
 def _measured(
-    engine: Engine, before: ServerState, after: ServerState, uploads: Uploads, sent: Tensor, watch: Evaluation
+    engine: Engine,
+    before: ServerState,
+    after: ServerState,
+    uploads: Uploads,
+    sent: Tensor,
+    watch: Evaluation,
+    evaluated: bool,
 ) -> dict[str, float]:
-    """What the recipe wants to know of the round's local models."""
+    """What the recipe wants to know of the round's local models; what is expensive, where the round is evaluated."""
     wanted: list[str] = [name for name in watch.measures if name in MEASURES]
     moved = after.weights - sent
     found = {name: MEASURES[name](uploads, moved) for name in wanted}
-    return found | _local_accuracy(engine, before, uploads, sent, watch) if "local" in watch.measures else found
+    if "local" in watch.measures:
+        found |= _local_accuracy(engine, before, uploads, sent, watch)
+    if "local_sharpness" in watch.measures and evaluated:  # the last, since the clients' answers take the place of Δᵢ
+        found |= _local_sharpness(engine, before, after, uploads, sent, watch)
+    return found
+
+
+def _local_model(before: ServerState, upload: Upload, sent: Tensor) -> ServerState:
+    """The state with a client's weights, and its batch statistics if it has some."""
+    buffers = {**upload.vectors, **upload.memory}.get("buffers", before.buffers)
+    return replace(before, weights=sent + upload.delta, buffers=buffers)
 
 
 def _local_accuracy(
@@ -165,14 +184,24 @@ def _local_accuracy(
 ) -> dict[str, float]:
     """What the clients' models know of everybody's samples, before and after local training (FedSoL, Fig. 3)."""
     start = engine.score(replace(before, weights=sent), watch.on, watch.batch).accuracy
-    ends = []
-    for upload in uploads:
-        buffers = {**upload.vectors, **upload.memory}.get("buffers", before.buffers)
-        local = replace(before, weights=sent + upload.delta, buffers=buffers)
-        ends.append(engine.score(local, watch.on, watch.batch).accuracy)
+    models = (_local_model(before, upload, sent) for upload in uploads)
+    ends = [engine.score(model, watch.on, watch.batch).accuracy for model in models]
     mean = sum(ends) / len(ends)
     spread = math.sqrt(sum((end - mean) ** 2 for end in ends) / len(ends))
     return {"local_accuracy_before": start, "local_accuracy": mean, "local_accuracy_std": spread}
+
+
+def _local_sharpness(
+    engine: Engine, before: ServerState, after: ServerState, uploads: Uploads, sent: Tensor, watch: Evaluation
+) -> dict[str, float]:
+    """How sharp the clients' losses are at their own models and at the new global one (FedSMOO's question)."""
+    from fedflat.flatness.federated import local_sharpness  # it loads SciPy, which plain runs do without
+
+    models = {upload.client: _local_model(before, upload, sent) for upload in uploads}
+    try:
+        return local_sharpness(engine, models, after, watch.radius)
+    except AwayError:
+        return {"local_sharpness": math.nan}
 
 
 def _mean_notes(uploads: Uploads) -> dict[str, float]:

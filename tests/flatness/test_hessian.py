@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from fedflat.flatness import Hessian, Objective, top_eigenvalues, trace
+from fedflat.flatness import GaussNewton, Hessian, Objective, top_eigenvalues, trace
 
 
 def dense(module, batches, names=None):
@@ -58,6 +58,40 @@ def test_products_are_those_of_the_dense_matrix_for_any_batches(case):
     matrix, hessian = dense(module, batches), Hessian(Objective(module, F.cross_entropy, batches))
     v = torch.randn(hessian.size, dtype=torch.float64)
     torch.testing.assert_close(hessian @ v, matrix @ v, rtol=1e-9, atol=1e-12)
+
+
+def dense_gauss_newton(module, batches):
+    """E[Jᵀ ∇²_z ℓ J] sample by sample from dense Jacobians, the oracle."""
+    parameters = {n: p.detach() for n, p in module.named_parameters()}
+    x = torch.cat([inputs for inputs, _ in batches])
+    by_name = torch.func.jacrev(lambda w: functional_call(module, w, (x,)))(parameters)
+    jacobian = torch.cat([by_name[n].flatten(2) for n in parameters], dim=2)
+    p = torch.softmax(module(x).detach(), dim=1)
+    curvature = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    return torch.einsum("nap,nab,nbq->pq", jacobian, curvature, jacobian) / len(x)
+
+
+def test_gauss_newton_products_are_those_of_the_dense_matrix(case):
+    module, batches = case
+    matrix, operator = dense_gauss_newton(module, batches), GaussNewton(Objective(module, F.cross_entropy, batches))
+    v = torch.randn(operator.size, dtype=torch.float64)
+    torch.testing.assert_close(operator @ v, matrix @ v, rtol=1e-9, atol=1e-12)
+    assert operator.products == 1
+    values = torch.linalg.eigvalsh(matrix)
+    assert float(values[0]) > -1e-12
+    top = top_eigenvalues(operator, k=2, tolerance=1e-10).values
+    torch.testing.assert_close(top, values.flip(0)[:2], rtol=1e-8, atol=1e-10)
+
+
+def test_gauss_newton_is_the_hessian_of_what_is_linear_in_the_weights_and_not_of_the_rest():
+    torch.manual_seed(0)
+    module = NETS["mlp"]().double()
+    x, y = torch.randn(9, 4, 4, 4, dtype=torch.float64), torch.randint(0, 3, (9,))
+    whole = Objective(module, F.cross_entropy, [(x, y)])
+    head = whole.of(["3.weight", "3.bias"])
+    for objective, same in ((head, True), (whole, False)):
+        v = torch.randn(objective.size, dtype=torch.float64)
+        assert torch.allclose(GaussNewton(objective) @ v, Hessian(objective) @ v, rtol=1e-9, atol=1e-12) == same
 
 
 def test_a_layer_without_a_forward_derivative_gets_the_same_products_by_a_second_backward_pass():

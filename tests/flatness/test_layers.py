@@ -15,14 +15,17 @@ from fedflat.flatness import Objective
 from fedflat.flatness.layers import layers
 
 
-def block(module, x, y, name):
-    """The dense block of one weight, the oracle."""
-    shape = module.get_parameter(name).shape
+def block(module, x, y, layer, bias=True):
+    """The dense block of one layer's parameters, the oracle."""
+    own = {n: p.detach() for n, p in module.named_parameters() if n.rpartition(".")[0] == layer}
+    own = {n: p for n, p in own.items() if bias or not n.endswith("bias")}
+    sizes = [p.numel() for p in own.values()]
 
     def loss(vector):
-        return F.cross_entropy(functional_call(module, {name: vector.view(shape)}, (x,)), y)
+        views = {n: v.view_as(own[n]) for n, v in zip(own, vector.split(sizes), strict=True)}
+        return F.cross_entropy(functional_call(module, views, (x,)), y)
 
-    return hessian(loss)(module.get_parameter(name).detach().reshape(-1)).detach()
+    return hessian(loss)(torch.cat([p.reshape(-1) for p in own.values()])).detach()
 
 
 def curvatures(rest, z, y):
@@ -81,13 +84,15 @@ def case(request):
     return NETS[request.param]().double(), *samples(0)
 
 
-def test_eigenvalues_and_trace_are_those_of_the_dense_blocks(case):
+@pytest.mark.parametrize("bias", [True, False])
+def test_eigenvalues_and_trace_are_those_of_the_dense_blocks(case, bias):
     module, x, y = case
-    found = layers(objective(module, x, y), k=2, tolerance=1e-10, products=60)
+    found = layers(objective(module, x, y), k=2, tolerance=1e-10, products=60, bias=bias)
     kinds = nn.Linear | nn.Conv2d
     assert [layer.name for layer in found] == [n for n, m in module.named_modules() if isinstance(m, kinds)]
     for layer in found:
-        dense = block(module, x, y, f"{layer.name}.weight")
+        dense = block(module, x, y, layer.name, bias)
+        assert layer.bias == (bias and module.get_submodule(layer.name).bias is not None)
         assert layer.parameters == len(dense)
         expected = torch.linalg.eigvalsh(dense).flip(0)[:2].tolist()
         assert layer.eigenvalues == pytest.approx(expected, rel=1e-7, abs=1e-9)
@@ -95,60 +100,93 @@ def test_eigenvalues_and_trace_are_those_of_the_dense_blocks(case):
 
 
 @settings(max_examples=8, deadline=None)
-@given(net=st.sampled_from(sorted(NETS)), seed=st.integers(0, 10_000), scale=st.sampled_from([0.3, 1.0, 4.0]))
-def test_mans_bound_holds_in_every_layer(net, seed, scale):
+@given(
+    net=st.sampled_from(sorted(NETS)),
+    seed=st.integers(0, 10_000),
+    scale=st.sampled_from([0.3, 1.0, 4.0]),
+    bias=st.booleans(),
+)
+def test_mans_bound_holds_in_every_layer(net, seed, scale, bias):
     torch.manual_seed(seed)
     module = NETS[net]().double()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(scale)
     x, y = samples(seed)
-    for layer in layers(objective(module, x, y), products=3, seed=seed):
-        top = float(torch.linalg.eigvalsh(block(module, x, y, f"{layer.name}.weight"))[-1])
+    for layer in layers(objective(module, x, y), products=3, seed=seed, bias=bias):
+        top = float(torch.linalg.eigvalsh(block(module, x, y, layer.name, bias))[-1])
         assert layer.activity.bound >= top * (1 - 1e-9)
         if layer.activity.last:
             assert layer.activity.softmax_bound >= layer.activity.bound * (1 - 1e-9)
 
 
-def test_the_bound_of_a_linear_layer_is_the_mean_of_norm_times_curvature():
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_bound_of_a_linear_layer_is_the_mean_of_norm_times_curvature(bias):
+    """With the bias the layer's input is (a, 1)."""
     torch.manual_seed(1)
     module = NETS["tanh"]().double()
     x, y = samples(1)
-    hidden, head = (layer.activity for layer in layers(objective(module, x, y), products=3))
+    hidden, head = (layer.activity for layer in layers(objective(module, x, y), products=3, bias=bias))
     flat, rest = x.flatten(1), module[2:]
-    expected = flat.square().sum(dim=1) * curvatures(rest, module[1](flat).detach(), y)
+    norms = flat.square().sum(dim=1)
+    expected = (norms + bias) * curvatures(rest, module[1](flat).detach(), y)
     assert hidden.bound == pytest.approx(float(expected.mean()), rel=1e-9)
-    assert [hidden.norm, hidden.patches] == pytest.approx([float(flat.square().sum(dim=1).mean())] * 2)
+    assert [hidden.norm, hidden.patches] == pytest.approx([float(norms.mean()), float((norms + bias).mean())])
     assert hidden.mean_square == pytest.approx(float(flat.square().mean()))
     assert not hidden.last and hidden.softmax_bound is None
 
     a = torch.tanh(module[1](flat)).detach()
     p = torch.softmax(module[3](a), dim=1).detach()
     tops = torch.linalg.eigvalsh(torch.diag_embed(p) - p[:, :, None] * p[:, None, :])[:, -1]
-    assert head.bound == pytest.approx(float((a.square().sum(dim=1) * tops).mean()), rel=1e-9)
-    assert head.last and head.softmax_bound == pytest.approx(float(a.square().sum(dim=1).mean()) / 2)
+    reach = a.square().sum(dim=1) + bias
+    assert head.bound == pytest.approx(float((reach * tops).mean()), rel=1e-9)
+    assert head.last and head.softmax_bound == pytest.approx(float(reach.mean()) / 2)
 
 
-def test_the_bound_of_a_convolution_sums_its_patches():
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_bound_of_a_convolution_sums_its_patches(bias):
+    """With the bias every patch ends with a 1: one more for each of the 2 × 2 positions."""
     torch.manual_seed(2)
     module = NETS["conv"]().double()
     x, y = samples(2)
-    first = layers(objective(module, x, y), products=3)[0].activity
-    patches = F.unfold(x, 3, padding=1, stride=2).square().sum(dim=(1, 2))
+    first = layers(objective(module, x, y), products=3, bias=bias)[0].activity
+    patches = F.unfold(x, 3, padding=1, stride=2).square().sum(dim=(1, 2)) + 4 * bias
     expected = patches * curvatures(module[1:], module[0](x).detach(), y)
     assert first.patches == pytest.approx(float(patches.mean()))
     assert first.norm == pytest.approx(float(x.square().sum(dim=(1, 2, 3)).mean()))
     assert first.bound == pytest.approx(float(expected.mean()), rel=1e-9)
 
 
-def test_groups_of_channels_have_patches_of_their_own_and_the_largest_counts():
+@pytest.mark.parametrize("bias", [True, False])
+def test_groups_of_channels_have_patches_of_their_own_and_the_largest_counts(bias):
     torch.manual_seed(3)
     module = NETS["groups"]().double()
     x, y = samples(3)
     padded = F.pad(x, (1, 1, 1, 1), mode="reflect")
     patches = torch.stack([F.unfold(half, 3).square().sum(dim=(1, 2)) for half in padded.chunk(2, dim=1)])
-    found = layers(objective(module, x, y), products=3)[0].activity
-    assert found.patches == pytest.approx(float(patches.amax(dim=0).mean()))
+    found = layers(objective(module, x, y), products=3, bias=bias)[0].activity
+    assert found.patches == pytest.approx(float(patches.amax(dim=0).mean()) + 16 * bias)
+
+
+def test_every_token_of_a_linear_layer_has_its_own_1():
+    torch.manual_seed(0)
+    module = NETS["tokens"]().double()
+    f = objective(module, *samples(0))
+    pairs = zip(layers(f, products=3), layers(f, products=3, bias=False), strict=True)
+    assert {a.name: round(a.activity.patches - b.activity.patches, 9) for a, b in pairs} == {
+        "q": 4, "k": 4, "v": 4, "head": 1,
+    }  # fmt: skip
+
+
+def test_a_bias_that_is_frozen_or_serves_two_layers_is_left_out():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    module[5].bias = module[3].bias
+    module[1].bias.requires_grad_(False)
+    found = layers(objective(module.double(), *samples(0)), products=3)
+    assert [(layer.name, layer.parameters, layer.bias) for layer in found] == [
+        ("1", 192, False), ("3", 9, False), ("5", 9, False),
+    ]  # fmt: skip
 
 
 def test_two_samples_of_a_softmax_in_closed_form():
@@ -221,7 +259,7 @@ def test_where_the_bound_does_not_hold_there_is_none():
     assert list(found) == ["twice", "side", "named"]
     assert found["twice"].activity.bound is None
     assert found["side"].activity.bound is None
-    top = float(torch.linalg.eigvalsh(block(module, x, y, "named.weight"))[-1])
+    top = float(torch.linalg.eigvalsh(block(module, x, y, "named"))[-1])
     assert found["named"].activity.bound >= top
     assert found["side"].activity.norm == pytest.approx(float(x[:, 0].square().sum(dim=(1, 2)).mean()))
 

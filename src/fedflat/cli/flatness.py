@@ -15,10 +15,12 @@ import typer
 
 from fedflat.cli.app import JsonOption, app, err, out
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` shall not wait for it
+    from fedflat.client import Problem
     from fedflat.federation.federation import Federation
-    from fedflat.flatness import Duality
+    from fedflat.flatness import Curvature, Duality, Portion, Spectrum, Theory
     from fedflat.local import Batch
+    from fedflat.recipe import Recipe
 
 Runs = Annotated[list[Path], typer.Argument(help="directories of finished runs")]
 Samples = Annotated[int, typer.Option(help="training samples to measure on, drawn by the seed; 0 = all", min=0)]
@@ -43,9 +45,11 @@ def flatness(
     rho: Annotated[float, typer.Option(help="radius of the sharpness measures", min=0)] = 0.05,
     adaptive_rho: Annotated[float, typer.Option(help="radius of the adaptive one", min=0)] = 0.5,
     layers: Annotated[bool, typer.Option("--layers", help="every layer, with its activations and MAN's bound")] = False,
+    theory: Annotated[bool, typer.Option("--theory", help="MAN's inequalities, layer by layer and by client")] = False,
+    bias: Annotated[bool, typer.Option("--bias/--no-bias", help="whether a layer's block has its bias")] = True,
     density: Annotated[int, typer.Option(help="Lanczos steps of the spectral density; 0 = none", min=0)] = 0,
     federated: Annotated[
-        bool, typer.Option("--federated", help="spectrum only, with products that the clients compute")
+        bool, typer.Option("--federated", help="spectrum by the clients' products; with --layers each client's own")
     ] = False,
     seed: Seed = 0,
     picture: Picture = None,
@@ -55,30 +59,31 @@ def flatness(
 
     With --density and -o the density of the eigenvalues is drawn.
     """
+    from fedflat import flatness as flat
     from fedflat.errors import RecipeError
-    from fedflat.flatness import FederatedHessian, HessianProduct, Portion, measure, spectrum
-    from fedflat.flatness.spectrum import Density
-    from fedflat.prepare import load_run, start_engine
+    from fedflat.prepare import load_run
     from fedflat.report.spectral import draw_density
-    from fedflat.server import first_state
 
-    if federated and layers:
-        raise RecipeError("--layers cannot be measured with --federated; leave one of them out")
+    if federated and theory:
+        raise RecipeError("--theory compares the clients with the pooled samples; leave --federated out")
     if picture and not density:
         raise RecipeError("-o draws the spectral density: say by --density with how many Lanczos steps, for example 80")
-    portion, rows, densities = Portion(samples, seed), list[dict[str, Any]](), dict[str, Density]()
+    portion, rows, densities = flat.Portion(samples, seed), list[dict[str, Any]](), dict[str, flat.Density]()
+    theories, clients = dict[str, flat.Theory](), dict[str, list[flat.Curvature]]()
     for run in _checked(runs):
         with err.status(f"{run}: measuring"):
             problem, recipe = load_run(run)
             if federated:
-                state = first_state(problem)
-                with closing(start_engine(problem, recipe, state, HessianProduct(portion))) as engine:
-                    operator = FederatedHessian(engine, state, problem, portion)
-                    seen = spectrum(operator, k, probes, steps=density, seed=seed)
-                found: dict[str, Any] = {"samples": operator.samples}
+                found, seen = _by_clients(problem, recipe, portion, k, probes, density)
+                if layers:
+                    clients[str(run)] = flat.client_curvatures(problem, portion, seed, bias)
+                    found["clients"] = [asdict(each) for each in clients[str(run)]]
             else:
-                flat = measure(portion.pooled(problem), k, probes, rho, adaptive_rho, layers, density, seed)
-                found, seen = asdict(flat), flat.spectrum
+                whole = flat.measure(portion.pooled(problem), k, probes, rho, adaptive_rho, layers, density, seed, bias)
+                found, seen = asdict(whole), whole.spectrum
+            if theory:
+                theories[str(run)] = flat.theory(problem, portion, seed, bias)
+                found["theory"] = _with_sums(theories[str(run)])
         if seen.density:
             densities[str(run)] = seen.density
         found["spectrum"] = {**asdict(seen), "ratio": seen.ratio}
@@ -86,14 +91,47 @@ def flatness(
     if picture:
         draw_density(densities, picture)
     if as_json:
-        _print_json({"measured": MEASURED.format(samples=rows[0]["samples"]), "k": k, "runs": rows})
+        _print_json({"measured": MEASURED.format(samples=rows[0]["samples"]), "k": k, "bias": bias, "runs": rows})
         return
-    from fedflat.report.flatness import flatness_table, layer_table
+    _print_tables(rows, theories, clients, bias)
 
-    what = "Hessian, by products of the clients" if federated else "Hessian, sharpness and norms"
-    out.print(flatness_table(rows, f"{what}: {MEASURED.format(samples=rows[0]['samples'])}"))
-    for row in rows if layers else ():
-        out.print(layer_table(row))
+
+def _by_clients(
+    problem: Problem, recipe: Recipe, portion: Portion, k: int, probes: int, density: int
+) -> tuple[dict[str, Any], Spectrum]:
+    """The spectrum by products that the clients compute."""
+    from fedflat.flatness import FederatedHessian, HessianProduct, spectrum
+    from fedflat.prepare import start_engine
+    from fedflat.server import first_state
+
+    state = first_state(problem)
+    with closing(start_engine(problem, recipe, state, HessianProduct(portion))) as engine:
+        operator = FederatedHessian(engine, state, problem, portion)
+        return {"samples": operator.samples}, spectrum(operator, k, probes, steps=density, seed=portion.seed)
+
+
+def _with_sums(found: Theory) -> dict[str, Any]:
+    """What the inequalities compare, beside the parts that they are made of."""
+    return {"clients_sum": found.clients_sum, "blocks_sum": found.pooled.blocks_sum, **asdict(found)}
+
+
+def _print_tables(
+    rows: list[dict[str, Any]], theories: dict[str, Theory], clients: dict[str, list[Curvature]], bias: bool
+) -> None:
+    from fedflat.report.flatness import flatness_table, layer_table
+    from fedflat.report.theory import client_table, theory_table
+
+    measured, methods = MEASURED.format(samples=rows[0]["samples"]), [row["method"] for row in rows]
+    blocks = f"{measured}; a layer's block is its weight{' and bias' if bias else ' alone'}"
+    what = "Hessian, sharpness and norms" if "loss" in rows[0] else "Hessian, by products of the clients"
+    out.print(flatness_table(rows, f"{what}: {measured}"))
+    for row in rows:
+        if row.get("layers"):
+            out.print(layer_table(row))
+    if clients:
+        out.print(client_table(clients, methods, blocks))
+    if theories:
+        out.print(theory_table(theories, methods, blocks))
 
 
 @app.command()

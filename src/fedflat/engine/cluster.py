@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.client import Brief, Problem, Question, Refusal, Worker, mishap
+from fedflat.client import About, Brief, Problem, Questions, Refusal, Worker, mishap
 from fedflat.engine.engine import chunks, groups, one_thread
 from fedflat.engine.shared import Mishap
 from fedflat.engine.wire import Arrays, arrays, numbers, vectors
@@ -44,7 +44,7 @@ class Cluster:
     def __init__(
         self,
         problem: Problem,
-        question: Question | None = None,
+        question: Questions | None = None,
         deadline: float = 0.0,
         address: str | None = None,
         workers: int = 0,
@@ -90,10 +90,12 @@ class Cluster:
             scores[span] = _sure(answer, f"evaluation of {part} samples {span[0]} to {span[1]}")
         return reduce(add, (scores[span] for span in order))
 
-    def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def ask(
+        self, state: ServerState, vector: Tensor, clients: Sequence[int], about: About = "hessian"
+    ) -> Iterator[tuple[int, Tensor]]:
         board = self._ray.put(arrays({"weights": state.weights, "buffers": state.buffers, "vector": vector}))
         told: dict[int, Tensor] = {}
-        for client, answer in self._each(deque(clients), lambda client: ("tell", board, client)):
+        for client, answer in self._each(deque(clients), lambda client: ("tell", board, client, about)):
             told[client] = vectors(_sure(answer, f"client {client}"))["answer"]
         yield from ((client, told[client]) for client in clients)
 
@@ -171,7 +173,7 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
 
 
-def _packed(problem: Problem, question: Question | None) -> tuple[Problem, Question | None, Arrays]:
+def _packed(problem: Problem, question: Questions | None) -> tuple[Problem, Questions | None, Arrays]:
     """The problem with one sample, and all samples as arrays, which the processes of a node can read in place."""
     data, samples = problem.federation.dataset, dict[str, Tensor]()
     bare: dict[str, Any] = {}
@@ -247,9 +249,9 @@ def _score(worker: Worker, board: Arrays, part: str, start: int, stop: int) -> S
     return worker.score(model["weights"], model["buffers"], part, start, stop)
 
 
-def _tell(worker: Worker, board: Arrays, client: int) -> Arrays:
+def _tell(worker: Worker, board: Arrays, client: int, about: About) -> Arrays:
     model = vectors(board)
-    return arrays({"answer": worker.answer(model["weights"], model["buffers"], client, model["vector"])})
+    return arrays({"answer": worker.answer(model["weights"], model["buffers"], client, model["vector"], about)})
 
 
 def _sure(answer: Any, about: str) -> Any:

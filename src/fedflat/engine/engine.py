@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedflat.client import Brief, Problem, Refusal
+from fedflat.client import About, Brief, Problem, Refusal
 from fedflat.metrics import Score
 from fedflat.parts import Upload, Uploads
 from fedflat.state import ServerState
@@ -43,10 +43,12 @@ class Engine(Protocol):
         """The global model's score on the test or training samples."""
         ...
 
-    def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def ask(
+        self, state: ServerState, vector: Tensor, clients: Sequence[int], about: About = "hessian"
+    ) -> Iterator[tuple[int, Tensor]]:
         """Each client's answer to the engine's question about a vector, in the order of the clients.
 
-        An answer holds until the next one is taken.
+        An answer holds until the next one is taken; the Δ of a round's uploads are lost.
         """
         ...
 

@@ -8,7 +8,7 @@ from operator import add
 
 from torch import Tensor
 
-from fedflat.client import Brief, Problem, Question, Refusal, Worker, mishap
+from fedflat.client import About, Brief, Problem, Questions, Refusal, Worker, mishap
 from fedflat.engine.engine import chunks, groups, one_thread
 from fedflat.metrics import Score
 from fedflat.parts import Upload, Uploads
@@ -19,7 +19,7 @@ from fedflat.store import Memory, Scratch
 class Inline:
     """The engine without processes."""
 
-    def __init__(self, problem: Problem, question: Question | None = None) -> None:
+    def __init__(self, problem: Problem, question: Questions | None = None) -> None:
         self._problem = problem
         self._worker = Worker(problem, question)
         self._scratch = Scratch(problem.room())
@@ -57,10 +57,12 @@ class Inline:
             scores = [self._worker.score(state.weights, state.buffers, part, *span) for span in chunks(samples, chunk)]
         return reduce(add, scores)
 
-    def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def ask(
+        self, state: ServerState, vector: Tensor, clients: Sequence[int], about: About = "hessian"
+    ) -> Iterator[tuple[int, Tensor]]:
         for client in clients:
             with one_thread():
-                answer = self._worker.answer(state.weights, state.buffers, client, vector)
+                answer = self._worker.answer(state.weights, state.buffers, client, vector, about)
             yield client, answer
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing import get_context
 
-from fedflat.client import STAGES, Brief, Problem, Question, Refusal
+from fedflat.client import ABOUT, STAGES, About, Brief, Problem, Questions, Refusal
 from fedflat.engine.engine import chunks, groups
 from fedflat.engine.shared import RECORD, Mishap, Shared, Task
 from fedflat.engine.worker import serve
@@ -68,7 +68,7 @@ class Pool:
         state: ServerState,
         slots: int,
         workers: int,
-        question: Question | None = None,
+        question: Questions | None = None,
         deadline: float = 0.0,
         start: str = START,
     ) -> None:
@@ -156,12 +156,14 @@ class Pool:
             scores[task.start] = _sure(score, f"evaluation of {part} samples {task.start} to {task.stop}")
         return reduce(add, (scores[start] for start, _ in spans))
 
-    def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def ask(
+        self, state: ServerState, vector: Tensor, clients: Sequence[int], about: About = "hessian"
+    ) -> Iterator[tuple[int, Tensor]]:
         self._shared.show(state, vector=vector)
         for start in range(0, len(clients), self._slots):
             some = clients[start : start + self._slots]
             self._shared.lay(some)
-            tasks = [Task(b"as", next(self._numbers), 0, 0.0, i, i + 1) for i in range(len(some))]
+            tasks = [Task(b"as", next(self._numbers), ABOUT.index(about), 0.0, i, i + 1) for i in range(len(some))]
             told, due = set[int](), 0
             for task, answer in self._each(tasks):
                 _sure(answer, f"client {some[task.start]}")

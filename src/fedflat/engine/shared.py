@@ -24,7 +24,7 @@ class Task(NamedTuple):
     """From start to stop: turns ("tu") or answers ("as") of clients, scores on test ("te") or training ("tr") samples.
 
     No two tasks of a pool have the same number. Clients are named by their place in the round's order, which lies in
-    shared memory.
+    shared memory. The round of an answer is the place of its question in `ABOUT`.
     """
 
     kind: bytes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fedflat.admission import misfit
-from fedflat.client import Brief, Problem, Question, Worker, mishap
+from fedflat.client import ABOUT, Brief, Problem, Questions, Worker, mishap
 from fedflat.engine.shared import RECORD, Mishap, Numbers, Shared, Task
 from fedflat.errors import FedflatError
 from fedflat.heap import give_freed_memory_back
@@ -25,7 +25,7 @@ from fedflat.store import FREED
 def serve(
     number: int,
     problem: Problem,
-    question: Question | None,
+    question: Questions | None,
     shared: Shared,
     tasks: Connection,
     answer: Connection,
@@ -79,7 +79,8 @@ def _left(worker: Worker, shared: Shared, upload: Upload, slot: int) -> Numbers 
 
 def _tell(worker: Worker, shared: Shared, task: Task) -> None:
     (client,) = shared.who(task.start, task.stop)
-    shared.slots.write(task.start, {"delta": worker.answer(*shared.shown(worker), client, shared.model[0]["vector"])})
+    vector, about = shared.model[0]["vector"], ABOUT[task.round]
+    shared.slots.write(task.start, {"delta": worker.answer(*shared.shown(worker), client, vector, about)})
 
 
 def _score(worker: Worker, shared: Shared, task: Task) -> Score:

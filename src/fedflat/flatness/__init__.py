@@ -3,7 +3,7 @@
 from fedflat.flatness.activities import layers_of
 from fedflat.flatness.duality import Duality, Pairing, duality
 from fedflat.flatness.federated import FederatedHessian, HessianProduct, Portion
-from fedflat.flatness.hessian import Eigen, Hessian, Operator, Trace, top_eigenvalues, trace
+from fedflat.flatness.hessian import Eigen, GaussNewton, Hessian, Operator, Trace, top_eigenvalues, trace
 from fedflat.flatness.landscape import Landscape, eigen_plane, filter_normalised, landscape
 from fedflat.flatness.layers import Activity, LayerFlatness, layers
 from fedflat.flatness.measure import Flatness, Spectrum, measure, spectrum
@@ -12,17 +12,30 @@ from fedflat.flatness.objective import Objective
 from fedflat.flatness.pairing import DIRECTIONS, Pairs, pairs
 from fedflat.flatness.sharpness import AverageSharpness, adaptive_sharpness, ascent_sharpness, average_sharpness
 from fedflat.flatness.spectrum import Density, density, hutch_plus_plus, quadrature
+from fedflat.flatness.theory import (
+    BlockCurvature,
+    Curvature,
+    Theory,
+    client_curvatures,
+    curvature,
+    mean_over,
+    over,
+    theory,
+)
 
 __all__ = [
     "DIRECTIONS",
     "Activity",
     "AverageSharpness",
+    "BlockCurvature",
     "Capacity",
+    "Curvature",
     "Density",
     "Duality",
     "Eigen",
     "FederatedHessian",
     "Flatness",
+    "GaussNewton",
     "Hessian",
     "HessianProduct",
     "Landscape",
@@ -34,11 +47,14 @@ __all__ = [
     "Pairs",
     "Portion",
     "Spectrum",
+    "Theory",
     "Trace",
     "adaptive_sharpness",
     "ascent_sharpness",
     "average_sharpness",
     "capacity",
+    "client_curvatures",
+    "curvature",
     "density",
     "duality",
     "eigen_plane",
@@ -48,10 +64,13 @@ __all__ = [
     "layer_norms",
     "layers",
     "layers_of",
+    "mean_over",
     "measure",
+    "over",
     "pairs",
     "quadrature",
     "spectrum",
+    "theory",
     "top_eigenvalues",
     "trace",
     "weight_norm",

@@ -57,6 +57,17 @@ class Hessian:
         return self.objective.product(vector)
 
 
+class GaussNewton(Hessian):
+    """G = E[Jᵀ ∇²_z ℓ J], the Hessian's part that does not bend the network: J = ∂z/∂w, z its outputs.
+
+    For a loss that is convex in z, as the cross-entropy is, G is positive semidefinite. H = G + E Σ_c (∂ℓ/∂z_c) ∇²z_c.
+    """
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        self.products += 1
+        return self.objective.gauss_newton(vector)
+
+
 @dataclass(frozen=True)
 class Eigen:
     """The k largest eigenvalues in falling order, their vectors as rows, and ‖H v − λ v‖ of each."""

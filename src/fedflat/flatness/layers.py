@@ -23,20 +23,22 @@ Layer = nn.Linear | nn.Conv2d
 class Activity:
     """What enters a layer, and what that says about the curvature in its weight.
 
-    Z = A Wᵀ, where the rows of A are what W meets at each position: patches, tokens, in a plain linear layer a alone. A
-    step D of W moves Z by A Dᵀ, and as Z is linear in W its block of the Hessian is exactly
+    Z = A Wᵀ, where the rows of A are what W meets at each position: patches, tokens, in a plain linear layer a alone.
+    With the bias in the block, W has one column more and every row of A ends with a 1. A step D of W moves Z by A Dᵀ,
+    and as Z is linear in W its block of the Hessian is exactly
 
         ⟨D, H_l D⟩ = E⟨A Dᵀ, ∇²_Z ℓ · A Dᵀ⟩ ≤ E[λ⁺ ‖A Dᵀ‖²] ≤ E[λ⁺ ‖A‖²] ‖D‖²,   λ⁺ = max(0, λ_max(∇²_Z ℓ)),
 
     with ∇²_Z ℓ the Hessian of one sample's loss in all outputs of the layer together. This is MAN's `bound`,
-    λ_max(H_l) ≤ E[λ⁺ ‖A‖²]. ‖A‖ is Frobenius' norm, a sum over positions (of the largest group, if channels are
-    grouped): the spectral norm would do too, but costs a singular value decomposition for each sample.
+    λ_max(H_l) ≤ E[λ⁺ ‖A‖²]; in a plain linear layer with its bias ‖A‖² = ‖a‖² + 1. ‖A‖ is Frobenius' norm, a sum over
+    positions (of the largest group, if channels are grouped): the spectral norm would do too, but costs a singular
+    value decomposition for each sample.
 
     Assumed: the loss is a mean over the samples, which do not influence each other in evaluation mode. The bound is
     None where the first axis of the layer's output does not count samples, or a pass uses the weight several times.
     """
 
-    norm: float  # E‖a‖²
+    norm: float  # E‖a‖², without the bias's 1
     mean_square: float  # the same per unit, as MAN penalises it
     patches: float  # E‖A‖²
     bound: float | None
@@ -50,33 +52,61 @@ class Activity:
 
 @dataclass(frozen=True)
 class LayerFlatness:
-    """The Hessian's diagonal block of one layer's weight: its k largest eigenvalues, its trace; and what enters."""
+    """The Hessian's diagonal block of one layer: its k largest eigenvalues, its trace; and what enters the layer."""
 
     name: str
     parameters: int
     eigenvalues: list[float]
     trace: Trace
     activity: Activity
+    bias: bool  # whether the bias is in the block
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer's own parameters: the objective as a function of these alone, and the layer's activity."""
+
+    name: str
+    objective: Objective
+    activity: Activity
+    bias: bool
 
 
 def layers(
-    objective: Objective, k: int = 1, tolerance: float = 1e-2, products: int = 15, steps: int = 12, seed: int = 0
+    objective: Objective,
+    k: int = 1,
+    tolerance: float = 1e-2,
+    products: int = 15,
+    steps: int = 12,
+    seed: int = 0,
+    bias: bool = True,
 ) -> list[LayerFlatness]:
     """Each nn.Linear and nn.Conv2d whose weight the objective is a function of and whose module a pass calls.
 
-    Per layer the eigenvalues cost tens of products with the Hessian, the trace (by Hutch++) `products`, and the bound
-    of its activity about `steps` backward passes from the loss to the layer.
+    A layer's block is that of its weight and bias, or with `bias=False` of its weight alone. Per layer the eigenvalues
+    cost tens of products with the Hessian, the trace (by Hutch++) `products`, and the bound of its activity about
+    `steps` backward passes from the loss to the layer.
     """
     if min(k, steps) < 1:
         raise RecipeError(f"layers: k = {k} and steps = {steps} must be at least 1")
     found = []
+    for each in blocks(objective, steps, seed, bias):
+        block = Hessian(each.objective)
+        top = top_eigenvalues(block, k, tolerance, seed).values.tolist()
+        trace = hutch_plus_plus(block, products, seed)
+        found.append(LayerFlatness(each.name, block.size, top, trace, each.activity, each.bias))
+    return found
+
+
+def blocks(objective: Objective, steps: int = 12, seed: int = 0, bias: bool = True) -> list[Block]:
+    """The layers of an objective, as `layers` measures them."""
+    found = []
     for name, modules in _sharing(objective).items():
-        seen = _activity(objective, modules, steps, seed)
-        if seen is not None:
-            block = Hessian(objective.of([name]))
-            top = top_eigenvalues(block, k, tolerance, seed).values.tolist()
+        biases = _biases(objective, modules) if bias else []
+        activity = _activity(objective, modules, bool(biases), steps, seed)
+        if activity is not None:
             shown = name.removesuffix("weight").removesuffix(".")
-            found.append(LayerFlatness(shown, block.size, top, hutch_plus_plus(block, products, seed), seen))
+            found.append(Block(shown, objective.of([name, *biases]), activity, bool(biases)))
     if not found:
         raise RecipeError("layers: the objective is a function of no weight of an nn.Linear or nn.Conv2d that it calls")
     return found
@@ -90,7 +120,15 @@ def _sharing(objective: Objective) -> dict[str, list[Layer]]:
     return {name: held for name, held in holders.items() if held}
 
 
-def _activity(objective: Objective, modules: Sequence[Layer], steps: int, seed: int) -> Activity | None:
+def _biases(objective: Objective, modules: Sequence[Layer]) -> list[str]:
+    """The biases that belong to these layers and to no other module, if the objective is a function of them."""
+    others = [p for m in objective.module.modules() if m not in modules for p in m.parameters(recurse=False)]
+    own = [m.bias for m in modules if m.bias is not None and not any(m.bias is p for p in others)]
+    named = objective.module.named_parameters()
+    return [n for n, p in named if n in objective.layout.shapes and any(p is b for b in own)]
+
+
+def _activity(objective: Objective, modules: Sequence[Layer], bias: bool, steps: int, seed: int) -> Activity | None:
     """The activity of the modules that hold one weight, or None if a pass does not call them."""
     chance = torch.Generator().manual_seed(seed)
     norm, units, patches, bounds, last = 0.0, 0, 0.0, [], True
@@ -98,7 +136,7 @@ def _activity(objective: Objective, modules: Sequence[Layer], steps: int, seed: 
         seen = _passed(objective, modules, batch)
         if not seen.inputs:
             return None
-        reaches = [_reach(modules[0], entered) for entered in seen.inputs]
+        reaches = [_reach(modules[0], entered, bias) for entered in seen.inputs]
         norm += sum(float(entered.square().sum()) for entered in seen.inputs)
         units += sum(entered.numel() for entered in seen.inputs)
         patches += sum(float(reach.sum()) for reach in reaches)
@@ -138,15 +176,16 @@ def _passed(objective: Objective, modules: Sequence[Layer], batch: Batch) -> _Pa
 
 
 @torch.no_grad()
-def _reach(layer: Layer, entered: Tensor) -> Tensor:
+def _reach(layer: Layer, entered: Tensor, bias: bool) -> Tensor:
     """‖A‖² of each sample: over all rows of A or, where groups of channels have rows of their own, the largest."""
     squares = entered.square()
     if isinstance(layer, nn.Linear):
-        return squares.reshape(len(squares), -1).sum(dim=1)
+        rows = squares.shape[1:-1].numel()
+        return squares.reshape(len(squares), -1).sum(dim=1) + rows * bias
     # A layer of ones in place of W sums a² over each patch, with the layer's own stride, padding and dilation.
     ones = {"weight": torch.ones_like(layer.weight[: layer.groups])}
     if layer.bias is not None:
-        ones["bias"] = torch.zeros_like(layer.bias[: layer.groups])
+        ones["bias"] = torch.full_like(layer.bias[: layer.groups], float(bias))
     sums: Tensor = functional_call(layer, ones, (squares,))
     return sums.flatten(2).sum(dim=2).amax(dim=1)
 

@@ -72,10 +72,12 @@ def measure(
     by_layer: bool = False,
     steps: int = 0,
     seed: int = 0,
+    bias: bool = True,
 ) -> Flatness:
     """Everything about the minimum that the objective's module stands in.
 
-    Tens of Hessian products for the spectrum, `probes` each for the traces; `by_layer` about as many for every layer.
+    Tens of Hessian products for the spectrum, `probes` each for the traces; `by_layer` about as many for every layer,
+    whose block has its bias unless `bias` is false.
     """
     average = average_sharpness(objective, rho, seed=seed)
     return Flatness(
@@ -88,5 +90,5 @@ def measure(
         adaptive_sharpness=adaptive_sharpness(objective, adaptive_rho),
         weight_norm=weight_norm(objective.module),
         log10_capacity=capacity(objective.module, objective.batches[0][0][:1]).log10,
-        layers=layers(objective, seed=seed) if by_layer else [],
+        layers=layers(objective, seed=seed, bias=bias) if by_layer else [],
     )

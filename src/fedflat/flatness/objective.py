@@ -121,6 +121,26 @@ class Objective:
             tangents = [fwAD.unpack_dual(slope).tangent for slope in slopes]
         return [torch.zeros_like(v) if t is None else t for t, v in zip(tangents, directions, strict=True)]
 
+    def gauss_newton(self, vector: Tensor) -> Tensor:
+        """G v with G = (1/N) Σ Jᵀ ∇²_z ℓ J, J the derivative of a sample's outputs z in the weights."""
+        total = torch.zeros_like(self.weights)
+        directions = list(self.layout.views(vector.to(total)).values())
+        for batch in self.batches:
+            total.add_(flat(self._linearised(batch, directions)), alpha=self.share(batch))
+        return total
+
+    def _linearised(self, batch: Batch, directions: list[Tensor]) -> Sequence[Tensor]:
+        """Jᵀ ∇²_z ℓ J v of one batch. Jᵀu is linear in u, so that its derivative in u, applied to v, is J v."""
+        inputs, labels = batch
+        outputs = self.module(inputs)
+        u = torch.zeros_like(outputs, requires_grad=True)
+        pulled = torch.autograd.grad(outputs, self.parameters, u, create_graph=True, materialize_grads=True)
+        (pushed,) = torch.autograd.grad(pulled, u, directions, retain_graph=True, materialize_grads=True)
+        z = outputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.loss(z, labels), z, create_graph=True)
+        (bent,) = torch.autograd.grad(slope, z, pushed, materialize_grads=True)
+        return torch.autograd.grad(outputs, self.parameters, bent, materialize_grads=True)
+
     def share(self, batch: Batch) -> float:
         """n_b/N: with it a batch's mean enters the mean over all samples."""
         return len(batch[1]) / self.samples

@@ -19,7 +19,7 @@ from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 
-from fedflat.client import Brief, Problem, Refusal, Worker
+from fedflat.client import About, Brief, Problem, Refusal, Worker
 from fedflat.engine.engine import chunks, one_thread
 from fedflat.errors import AwayError, RecipeError, RunError, TrainingError
 from fedflat.flower import wire
@@ -267,7 +267,11 @@ class Deployment:
         scores = [self._worker.score(state.weights, state.buffers, part, *span) for span in spans]
         return sum(scores[1:], scores[0])
 
-    def ask(self, state: ServerState, vector: Tensor, clients: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def ask(
+        self, state: ServerState, vector: Tensor, clients: Sequence[int], about: About = "hessian"
+    ) -> Iterator[tuple[int, Tensor]]:
+        if about != "hessian":
+            raise AwayError(f"{about}: clients of a deployment are asked for Hessian products alone")
         online, portion = self._nodes.online(), sharpness_portion(self._recipe)
         if missing := [client for client in clients if client not in online]:
             raise AwayError(f"sharpness: clients {missing} are not connected")

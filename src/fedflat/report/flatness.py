@@ -47,8 +47,9 @@ def _estimate(trace: Mapping[str, Any]) -> str:
 
 def layer_table(row: Mapping[str, Any]) -> Table:
     """One run's layers: the block's curvature beside the activations and the bound that they give."""
+    parts = "weight and bias" if any(layer["bias"] for layer in row["layers"]) else "weight"
     table = _table(
-        f"{row['run']}: the Hessian's block of each layer's weight, and what enters the layer",
+        f"{row['run']}: the Hessian's block of each layer's {parts}, and what enters the layer",
         ("layer", "parameters", "λ1", "trace", "E‖a‖²", "mean a²", "MAN's bound"),
     )
     for layer in row["layers"]:

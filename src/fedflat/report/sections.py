@@ -23,6 +23,10 @@ CURVES = {
     "discord": ("Distance between local models", "mean ‖wᵢ − wⱼ‖", True),
     "cosine": ("Cosine of update and proximal gradient", "cosine", False),
     "proximal_loss": ("Distance of their answers from the model they began with", "KL at temperature 3", False),
+    "gradient": ("Gradient of the global objective", "‖∇f(w)‖²", True),
+    "margin": ("Margin loss on the training samples", "share within γ", False),
+    "local_sharpness": ("Sharpness of the clients' losses at their own models", "mean rise within ρ", True),
+    "averaged_sharpness": ("Sharpness of the clients' losses at the global model", "mean rise within ρ", True),
     "lambda1": ("Sharpness during training", "λ₁ of the Hessian", False),
     "epsilon": ("Privacy spent", "ε", False),
 }
