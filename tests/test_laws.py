@@ -63,7 +63,7 @@ PARTS = [
     AblatedAscent(rho=0.5, form="A3"), ActivationNorm(0.5), AdaptiveAscent(0.5), AdaptiveServer(), Ascent(0.5),
     CentralPrivacy(1.0, 0.1), ClientMomentum(0.5), ConsensusAscent(0.5), ControlVariates(), Distillation(beta=2.0),
     DynamicDual(0.3), FallingRate(), FrozenHead(), InterpolatedAscent(0.5, 0.5, threshold=0.0),
-    LocalPrivacy(0.5, 0.1), LookbackAscent(0.5), MetaStep(), ModelContrast(1.0), MovingTeacher(alpha=0.5),
+    LocalAdamW(), LocalMuon(), LocalPrivacy(0.5, 0.1), LookbackAscent(0.5), MetaStep(), ModelContrast(1.0), MovingTeacher(alpha=0.5),
     NormalisedAveraging(), NotTrueDistillation(), PrintedConsensus(0.5), Proximal(1.0), ProximalAscent(rho=0.5),
     ServerAscent(0.5), ServerMomentum(), ServerMomentum(0.5, lookahead=True), ServerStep(), TopEigenvalue(0.1),
     TrimmedMean(0.25), WeightAveraging(start=0),

@@ -6,7 +6,10 @@ from fedflat.catalogue import CATALOGUE
 from fedflat.errors import RecipeError
 from fedflat.method import Method
 from fedflat.methods import explain, parse, spell
-from fedflat.parts import ActivationNorm, Ascent, DynamicDual
+from fedflat.parts import ActivationNorm, Ascent, DynamicDual, Proximal, ProximalAscent
+from fedflat.prepare import load_run, prepare
+from fedflat.recipe import load
+from fedflat.run import execute
 
 
 def test_a_sum_a_list_and_tables_mean_the_same():
@@ -44,6 +47,50 @@ def test_mistakes_are_named(written, sentence):
     with pytest.raises(RecipeError) as caught:
         parse(written)
     assert str(caught.value).startswith(sentence)
+
+
+OWN = "fedflat.parts:Ascent(rho=0.05) + feddyn(0.2) + fedflat.parts.terms:ActivationNorm"
+
+
+def test_a_part_of_ones_own_is_named_by_its_path():
+    method = parse(OWN)
+    assert set(method.parts) == {Ascent(0.05), DynamicDual(0.2), ActivationNorm()}
+    assert set(parse(spell(OWN)).parts) == set(method.parts)
+
+
+def test_a_method_made_in_python_spells_itself_so_that_it_can_be_read_back():
+    method = Method(ProximalAscent(Proximal(0.5), 0.7), DynamicDual(0.2))
+    assert repr(parse(spell(method))) == repr(method)
+    assert spell(Method()) == "fedavg"
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("os:system", "method: os:system is not the class of a part"),
+        ("os:system('true')", "method: name the options of os:system"),
+        ("nowhere.at_all:Part", "method: nowhere.at_all:Part: nowhere.at_all cannot be imported"),
+        ("fedflat.parts:option", "method: fedflat.parts:option is not the class of a part"),
+        ("fedflat.parts:Ascent(rh=1)", "method: fedflat.parts:Ascent has no option 'rh'; did you mean rho?"),
+        ("fedflat.parts:Ascent(rho=-1)", "Ascent.rho = -1: must be a number ≥ 0"),
+    ],
+)
+def test_mistakes_in_the_path_of_a_part_are_named(written, sentence):
+    with pytest.raises(RecipeError) as caught:
+        parse(written)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_run_with_a_part_of_ones_own_is_resumed_and_opened(tmp_path):
+    short = ["server.rounds=2", "engine=inline", "local.steps=1"]
+    recipe = load(None, [f"method={OWN}", *short])
+    problem, full = prepare(recipe)
+    execute(problem, full, tmp_path / "run")
+    again, read = load_run(tmp_path / "run")
+    assert repr(again.method) == repr(parse(OWN)) and read.method == spell(OWN)
+    longer = load(tmp_path / "run" / "recipe.toml", ["server.rounds=3"])
+    problem, full = prepare(longer)
+    assert len(execute(problem, full, tmp_path / "run", resume=True).history) == 3
 
 
 def test_parts_add_up_in_python():

@@ -28,6 +28,8 @@ from fedflat.parts import (
     FallingRate,
     FrozenHead,
     InterpolatedAscent,
+    LocalAdamW,
+    LocalMuon,
     LocalPrivacy,
     LookbackAscent,
     MetaStep,
@@ -235,6 +237,14 @@ def top_eigenvalue(weight: float = 0.01, steps: int = 1, bound: float = 0.0) -> 
     return Method(TopEigenvalue(weight, steps, bound))
 
 
+def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> Method:
+    return Method(LocalAdamW(beta1, beta2, eps))
+
+
+def muon(momentum: float = 0.95, steps: int = 5) -> Method:
+    return Method(LocalMuon(momentum, steps))
+
+
 def median() -> Method:
     return Method(TrimmedMean(0.5))
 
@@ -299,6 +309,8 @@ PAPERS = {
     "Liu et al. 2026": "FedNSAM: Consistency of Local and Global Flatness for Federated Learning, arXiv 2602.23827",
     "Oh et al. 2022": "FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR",
     "Fallah et al. 2020": "Personalized Federated Learning with Theoretical Guarantees, NeurIPS",
+    "Loshchilov and Hutter 2019": "Decoupled Weight Decay Regularization, ICLR",
+    "Jordan et al. 2024": "Muon: An optimizer for hidden layers in neural networks, released code",
     "Yin et al. 2018": "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML",
     "McMahan et al. 2018": "Learning Differentially Private Recurrent Language Models, ICLR",
     "Wei et al. 2020": "Federated Learning with Differential Privacy: Algorithms and Performance Analysis, IEEE TIFS",
@@ -340,6 +352,8 @@ CATALOGUE: dict[str, Entry] = {
     "perfedavg": Entry(perfedavg, "Fallah et al. 2020", "learn a model that one step adapts"),
     "man": Entry(man, "Yashwanth et al. 2025", "minimise the activations' norm; added to any method"),
     "top_eigenvalue": Entry(top_eigenvalue, "Yashwanth et al. 2025", "penalise the Hessian's top eigenvalue itself"),
+    "adamw": Entry(adamw, "Loshchilov and Hutter 2019", "AdamW as the clients' optimiser; added to most methods"),
+    "muon": Entry(muon, "Jordan et al. 2024", "Muon as the clients' optimiser; added to most methods"),
     "median": Entry(median, "Yin et al. 2018", "the median of each coordinate; added to any method"),
     "trimmed_mean": Entry(trimmed_mean, "Yin et al. 2018", "the mean without the ends; added to any method"),
     "central_dp": Entry(central_dp, "McMahan et al. 2018", "a trusted server adds noise; added to most methods"),

@@ -25,7 +25,7 @@ SMALL_CHAIN, SMALL, TOGETHER, FEWEST = 100_000, 30_000, 16, 4
 # Not measured: an accelerator is filled by several clients of a middling model.
 SMALL_ACCELERATED = 5_000_000
 RowBatch = tuple[Tensor, Tensor, Tensor]  # inputs, labels and shares of every row
-ALIKE = ("lr", "momentum", "weight_decay", "clip", "clip_mode", "scale", "decay", "spring")
+ALIKE = ("lr", "momentum", "nesterov", "weight_decay", "clip", "clip_mode", "scale", "decay", "spring")
 
 
 def group_size(network: Network, cohort: int) -> int:
@@ -49,6 +49,7 @@ def can_share(network: Network, rules: Sequence[LocalRule]) -> bool:
     """Whether these clients can go together: steps of one kind, with nothing in them that looks into a pass."""
     first = rules[0]
     plain = not first.terms and not first.pairs and first.frozen is None and first.lr_floor == 1.0
+    plain = plain and first.descent is None
     rows = first.ascent is None or getattr(first.ascent, "rows", False)
     random = any(isinstance(module, nn.modules.dropout._DropoutNd) for module in network.module.modules())
     still = not network.buffers.numel() and not network.autocast and not random

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedflat.errors import RecipeError
 from fedflat.vector import Forward, Layout, Network, Tap
 
 Vectors = dict[str, Tensor]
@@ -45,6 +46,19 @@ class Ascent(Protocol):
     def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]: ...
 
 
+class Descent(Protocol):
+    """The optimiser of the local step: from a gradient and its own memory, the direction to go against.
+
+    It begins every round anew with `start`. Without one the step is SGD with the recipe's momentum.
+    """
+
+    def start(self, weights: Tensor) -> Vectors: ...
+
+    def __call__(
+        self, g: Tensor, weights: Tensor, memory: Vectors, layout: Layout, k: int
+    ) -> tuple[Tensor, Vectors]: ...
+
+
 @dataclass(frozen=True)
 class LocalRule:
     """What one client does in one round.
@@ -65,6 +79,7 @@ class LocalRule:
     first_lr: float = 0.0
     typical_steps: int = 1
     momentum: float = 0.0
+    nesterov: bool = False
     weight_decay: float = 0.0
     clip: float | None = None
     clip_mode: ClipMode = "loss_only"
@@ -82,6 +97,7 @@ class LocalRule:
     spring: float = 0.0
     terms: tuple[Term, ...] = ()
     ascent: Ascent | None = None
+    descent: Descent | None = None
     carry: Vectors = field(default_factory=dict)
     lr_floor: float = 1.0
     frozen: Tensor | None = None
@@ -101,6 +117,10 @@ class LocalRule:
         """The rule with an ascent, and what it carries from step to step."""
         return replace(self, ascent=ascent, carry={**self.carry, **carry})
 
+    def with_descent(self, descent: Descent) -> LocalRule:
+        """The rule with another optimiser than SGD."""
+        return replace(self, descent=descent)
+
     def blank(self) -> LocalRule:
         """The facts of the rule, and none of its ingredients."""
         empty = LocalRule(self.lr, self.steps)
@@ -110,6 +130,7 @@ class LocalRule:
     def direct(self) -> bool:
         """Whether a step goes down ∇[loss + Σ terms](w) as it is, with momentum and decay but nothing else."""
         bare = self.pull is None and self.ascent is None and self.frozen is None and not self.pairs
+        bare = bare and self.descent is None
         return bare and not self.clip and self.scale == 1.0 and not self.spring
 
     @property
@@ -127,18 +148,40 @@ class LocalRule:
         return self.lr * (1 - (1 - self.lr_floor) * (self.steps - 1) / (2 * self.steps))
 
     @property
+    def effective_lr(self) -> float:
+        """The mean of the η_k with the effect of momentum: K times it is how far a gradient of length 1 would lead."""
+        return self.mean_lr if self.descent else self.mean_lr * self.effective_steps / self.steps
+
+    @property
     def effective_steps(self) -> float:
         """K, or with momentum β the sum of the weights with which the gradients enter Δ/η:
 
         Σ_k (1 − β^{bk})/(1 − β),   k = 1 … K,   with b gradients entering the momentum in every step
+
+        and with Nesterov's look ahead Σ_k (1 − β^{bk+1})/(1 − β).
         """
+        if self.descent is not None:
+            raise RecipeError(f"it divides Δ by K η, which {type(self.descent).__name__} does not have; take SGD")
         beta, steps = self.momentum, self.steps
         fading = beta**self.buffered
-        return (steps - fading * (1 - fading**steps) / (1 - fading)) / (1 - beta)
+        lead = beta if self.nesterov else 1.0
+        return (steps - lead * fading * (1 - fading**steps) / (1 - fading)) / (1 - beta)
 
 
 # The fields of a rule that parts fill; what the model freezes is a fact.
-INGREDIENTS = ("scale", "pull", "decay", "spring", "terms", "ascent", "carry", "lr_floor", "pairs", "buffered")
+INGREDIENTS = (
+    "scale",
+    "pull",
+    "decay",
+    "spring",
+    "terms",
+    "ascent",
+    "descent",
+    "carry",
+    "lr_floor",
+    "pairs",
+    "buffered",
+)
 SAMPLED = 8  # steps between two looks at w in methods that never take a gradient there
 
 
@@ -270,7 +313,7 @@ class Slope:
         elif rule.direct and not chain:
             gradients = self.network.partials(self._objective(None, True))
             velocities = [] if velocity is None else [*self.network.layout.views(velocity).values()]
-            _descend([*self.network.module.parameters()], gradients, velocities, lr, rule.momentum, decay)
+            _descend([*self.network.module.parameters()], gradients, velocities, lr, rule, decay)
         else:
             return False
         return True
@@ -357,7 +400,8 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
     """K steps of the rule from `start`, in the network's own memory."""
     network.weights.copy_(start)
     network.module.train()
-    velocity = torch.zeros_like(start) if rule.momentum else None
+    velocity = torch.zeros_like(start) if rule.momentum and rule.descent is None else None
+    memory = rule.descent.start(start) if rule.descent else {}
     carry = dict(rule.carry)
     lookers = [*rule.terms, rule.ascent]
     features, activations = (any(getattr(x, kind, False) for x in lookers) for kind in ("features", "activations"))
@@ -371,17 +415,40 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
                 continue
             gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)
             slope.look_at_w(k)
-            step(network.weights, gradient, velocity, rule, k)
+            memory = step(network.weights, gradient, velocity, rule, k, memory)
     notes = slope.notes.means()
     velocity = slope.velocity = None  # Δ takes its place in memory
+    del memory
     return Outcome(network.weights - start, notes.pop("loss", float("nan")), rule, carry, notes)
 
 
 @torch.no_grad()
-def step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, rule: LocalRule, k: int = 0) -> None:
-    """w ← w − η v with v ← β v + clip(a g + pull) + decay w; weights and velocity change in place."""
-    g, decay = corrected(weights, gradient, rule)
-    _descend([weights], [g], [] if velocity is None else [velocity], rule.lr_at(k), rule.momentum, decay)
+def step(
+    weights: Tensor,
+    gradient: Tensor,
+    velocity: Tensor | None,
+    rule: LocalRule,
+    k: int = 0,
+    memory: Vectors | None = None,
+) -> Vectors:
+    """w ← w − η v with v ← β v + clip(a g + pull) + decay w; weights and velocity change in place.
+
+    With another descent than SGD, v is its direction, the weight decay stands apart, and its new memory is returned.
+    """
+    lr, decoupled = rule.lr_at(k), rule.weight_decay if rule.descent else 0.0
+    g, decay = corrected(weights, gradient, replace(rule, weight_decay=0.0) if decoupled else rule)
+    if rule.descent is None:
+        _descend([weights], [g], [] if velocity is None else [velocity], lr, rule, decay)
+        return {}
+    g = g.add(weights, alpha=decay) if decay else g
+    direction, memory = rule.descent(g, weights, memory or {}, rule.layout, k)
+    if rule.frozen is not None:
+        direction = direction.masked_fill(rule.frozen, 0.0)
+    # torch.optim.AdamW shrinks first; what is frozen does not shrink.
+    shrunk = weights * (lr * decoupled)
+    weights.sub_(shrunk if rule.frozen is None else shrunk.masked_fill(rule.frozen, 0.0))
+    weights.sub_(direction, alpha=lr)
+    return memory
 
 
 @torch.no_grad()
@@ -414,17 +481,17 @@ def corrected(weights: Tensor, gradient: Tensor, rule: LocalRule) -> tuple[Tenso
 
 
 @torch.no_grad()
-def _descend(ws: list[Tensor], gs: list[Tensor], vs: list[Tensor], lr: float, momentum: float, decay: float) -> None:
+def _descend(ws: list[Tensor], gs: list[Tensor], vs: list[Tensor], lr: float, rule: LocalRule, decay: float) -> None:
     """v ← β v + g + decay w and w ← w − η v, in one pass over memory, by the kernel of torch.optim.SGD(fused=True)."""
     torch._fused_sgd_(
         ws,
         gs,
-        vs if momentum else [],
+        vs if rule.momentum else [],
         weight_decay=decay,
-        momentum=momentum,
+        momentum=rule.momentum,
         lr=lr,
         dampening=0.0,
-        nesterov=False,
+        nesterov=rule.nesterov and rule.momentum > 0,
         maximize=False,
         is_first_step=False,
     )

@@ -104,6 +104,10 @@ def _planned(link: Link, rule: LocalRule) -> LocalRule:
     return planned
 
 
+def _planned_alone(link: Link) -> LocalRule:
+    return _planned(link, _rule())
+
+
 def _upload(link: Link, client: int, rule: LocalRule) -> Upload:
     """What a client sends up for one part, by the part's own names."""
     upload = Upload(client, 3 + client, rule.steps, rule.mean_lr, 1.0, _random(2 + client))
@@ -134,14 +138,14 @@ def _with_drawers(links: Sequence[Link]) -> list[Link]:
             memory=Drawer.of(link.name, link.part.first_memory(_random(1)), taken["memory"]),
             sent=Drawer.of(link.name, [name for name in _sent(link) if name != "weights"], taken["sent"]),
         )
-        uploaded = _upload(link, 0, _planned(link, _rule())).vectors
+        uploaded = _upload(link, 0, _planned_alone(link)).vectors
         return replace(link, uploads=Drawer.of(link.name, uploaded, taken["uploads"]))
 
     return [given(link) for link in links]
 
 
 def _uploads(link: Link) -> Uploads:
-    rule = _planned(link, _rule())
+    rule = _planned_alone(link)
     return collect([_upload(link, client, rule) for client in range(2)], "samples")
 
 
@@ -221,6 +225,8 @@ def _refuse_overwriting(links: Sequence[Link]) -> None:
             if writes:
                 writers[name] = link
         rule = after
+    for link in _flat(links):  # a report may depend on what other parts have planned
+        _upload(link, 0, replace(rule, carry={**rule.carry, **_planned_alone(link).carry}))
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -257,7 +263,7 @@ def _sizes(links: Sequence[Link]) -> tuple[dict[str, int | None], dict[str, int 
     for link in _flat(links):
         own = {name: vector for name, vector in _sent(link).items() if name != "weights"}
         sent |= {name: size(vector) for name, vector in link.sent.close(own).items()}
-        made = _upload(link, 0, _planned(link, _rule()))
+        made = _upload(link, 0, _planned_alone(link))
         uploads |= {name: size(vector) for name, vector in link.uploads.close(made.vectors).items()}
     return sent, uploads
 

@@ -206,6 +206,7 @@ class Walk:
             lr=self.lr,
             steps=self._steps(client, self.marks[-1]),
             momentum=local.momentum,
+            nesterov=local.nesterov,
             weight_decay=local.weight_decay,
             clip=local.clip or None,
             clip_mode=local.clip_mode,

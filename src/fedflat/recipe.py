@@ -97,6 +97,7 @@ class Local(Section):
     lr: float = Field(0.1, gt=0, description="learning rate η of round 0")
     lr_decay: float = Field(1.0, gt=0, le=1, description="factor on η for each round")
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum β, fresh in every round")
+    nesterov: bool = Field(False, description="Nesterov's look ahead with the momentum")
     weight_decay: float = Field(0.0, ge=0, description="weight decay")
     clip: float = Field(0.0, ge=0, description="gradient norm to clip at; 0 = no clipping")
     clip_mode: Literal["loss_only", "official", "all"] = Field("loss_only", description="what the clip goes around")

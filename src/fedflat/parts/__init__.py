@@ -2,6 +2,7 @@
 
 from fedflat.parts.ascent import AdaptiveAscent, Ascent, InterpolatedAscent, LookbackAscent
 from fedflat.parts.consensus import ConsensusAscent, PrintedConsensus
+from fedflat.parts.descent import LocalAdamW, LocalMuon
 from fedflat.parts.local_work import FallingRate, FrozenHead, MetaStep
 from fedflat.parts.part import Part, Range, ServerView, Wrapper, option
 from fedflat.parts.privacy import CentralPrivacy, LocalPrivacy, Privacy
@@ -45,6 +46,8 @@ __all__ = [
     "FallingRate",
     "FrozenHead",
     "InterpolatedAscent",
+    "LocalAdamW",
+    "LocalMuon",
     "LocalPrivacy",
     "LookbackAscent",
     "MetaStep",

@@ -126,9 +126,10 @@ class ControlVariates(Part):
         return rule.share if self.balanced else 1.0
 
     def _divisor(self, rule: LocalRule) -> float:
+        effective = rule.effective_steps  # refuses an optimiser for which Δ/(K η) is not a mean gradient
         if self.division == "common":
             return rule.typical_steps * rule.first_lr
-        return (rule.effective_steps if self.division == "momentum" else rule.steps) * rule.mean_lr
+        return (effective if self.division == "momentum" else rule.steps) * rule.mean_lr
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,10 @@ class ClientMomentum(Part):
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         return replace(rule, scale=rule.scale * self.mix).with_pull((1 - self.mix) * sent["direction"])
+
+    def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
+        _ = outcome.rule.effective_steps  # refuses an optimiser for which Δ/(K η) is not a mean gradient
+        return upload, {}
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         weights = [-w / (u.steps * u.lr) for w, u in zip(uploads.weights, uploads, strict=True)]
