@@ -2,7 +2,7 @@
 
     python benchmarks/grouping.py [--repeats 9]
 
-`fedflat.group.group_size` must choose groups only where the ratio is below 1. Prints a Markdown table; exits 1 if not.
+`fedflat.kernels.rows.group_size` must choose groups only where the ratio is below 1. Prints a Markdown table; exits 1 if not.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch import nn
 
 from fedflat import Dataset, Federation, Samples
 from fedflat.client import Brief, Problem, Worker
-from fedflat.group import group_size
+from fedflat.kernels.rows import group_size
 from fedflat.methods import parse
 from fedflat.recipe import Local
 from fedflat.server import first_state, view

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedflat import train
-from fedflat.chain import Chain
+from fedflat.kernels.chain import Chain
 from fedflat.vector import Network
 
 

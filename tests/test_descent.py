@@ -7,12 +7,13 @@ from torch import nn
 
 from fedflat import Part, federate, models, train
 from fedflat.errors import RecipeError
-from fedflat.local import LocalRule, step
-from fedflat.local import train as local_train
 from fedflat.method import Method
 from fedflat.methods import parse
 from fedflat.parts import LocalAdamW, LocalMuon, Proximal
 from fedflat.parts.descent import orthogonal
+from fedflat.rule import LocalRule
+from fedflat.step import step
+from fedflat.step import train as local_train
 from fedflat.vector import Network
 
 DOUBLE = dict(dtype=torch.float64)

@@ -11,10 +11,10 @@ from fedflat import Augment, Dataset, Federation, Samples, local, train
 from fedflat.catalogue import CATALOGUE
 from fedflat.client import Brief, Problem, Worker
 from fedflat.errors import RecipeError
-from fedflat.local import Notes
 from fedflat.methods import parse
 from fedflat.recipe import Local
 from fedflat.server import first_state, view
+from fedflat.slope import Notes
 from fedflat.vector import Network
 
 

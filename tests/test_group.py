@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from fedflat import client, federate, train
-from fedflat.group import can_share, group_size, train_together
-from fedflat.local import LocalRule
+from fedflat.kernels.rows import can_share, group_size, train_together
 from fedflat.parts import ActivationNorm, Ascent, Proximal
+from fedflat.rule import LocalRule
 from fedflat.vector import Network
 
 

@@ -15,7 +15,6 @@ from fedflat.catalogue import CATALOGUE
 from fedflat.client import Problem
 from fedflat.engine.inline import Inline
 from fedflat.errors import RecipeError
-from fedflat.local import Outcome
 from fedflat.method import Method
 from fedflat.methods import parse
 from fedflat.parts import (
@@ -55,6 +54,7 @@ from fedflat.parts import (
     WeightAveraging,
 )  # fmt: skip
 from fedflat.recipe import Local, Server
+from fedflat.rule import Outcome
 from fedflat.server import conduct, first_state
 from fedflat.vector import Network
 

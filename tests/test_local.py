@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fedflat.local import LocalRule, Slope, step, train
 from fedflat.method import Method
 from fedflat.parts import ActivationNorm, Ascent, Distillation, Part, ProximalAscent
+from fedflat.rule import LocalRule
+from fedflat.slope import Slope
+from fedflat.step import step, train
 from fedflat.vector import Network
 
 D = 5

@@ -13,8 +13,6 @@ from fedflat import models, train
 from fedflat.catalogue import fedsol
 from fedflat.engine.engine import one_thread
 from fedflat.errors import RecipeError
-from fedflat.local import LocalRule, Outcome, Slope, step
-from fedflat.local import train as local_train
 from fedflat.method import Method
 from fedflat.parts import (
     AblatedAscent,
@@ -43,6 +41,10 @@ from fedflat.parts import (
     collect,
 )
 from fedflat.parts.proximal import shape
+from fedflat.rule import LocalRule, Outcome
+from fedflat.slope import Slope
+from fedflat.step import step
+from fedflat.step import train as local_train
 from fedflat.vector import Network
 
 DOUBLE = dict(dtype=torch.float64)

@@ -13,11 +13,11 @@ from fedflat import Dataset, Federation, FedflatError, Samples, train
 from fedflat.client import Problem
 from fedflat.cohort import draw_cohort
 from fedflat.engine.inline import Inline
-from fedflat.local import LocalRule
 from fedflat.methods import parse
 from fedflat.parts import LookbackAscent
 from fedflat.personal import personalise
 from fedflat.recipe import Local, Server
+from fedflat.rule import LocalRule
 from fedflat.server import conduct, first_state
 from fedflat.store import Scratch
 from fedflat.vector import Network

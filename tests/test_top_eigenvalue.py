@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, hessian
 
-from fedflat.local import LocalRule
-from fedflat.local import train as local_train
 from fedflat.method import Method
 from fedflat.methods import cost
 from fedflat.parts import Ascent, TopEigenvalue
+from fedflat.rule import LocalRule
+from fedflat.step import train as local_train
 from fedflat.vector import Network
 
 DOUBLE = dict(dtype=torch.float64)

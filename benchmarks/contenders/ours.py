@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from common import Job, Stopwatch
 
 from fedflat import Dataset, Federation, Samples, client
-from fedflat.local import Outcome, train
 from fedflat.methods import parse
 from fedflat.prepare import assemble, start_engine
 from fedflat.recipe import Recipe, validated
+from fedflat.rule import Outcome
 from fedflat.server import conduct, first_state
+from fedflat.step import train
 
 MODELS = {"cnn": "fedavg-cnn", "mlp": "mlp", "resnet": "resnet18-gn"}
 

@@ -28,8 +28,8 @@ from safetensors.torch import load as from_safetensors
 
 from fedflat.errors import RunError
 from fedflat.folder import Record, sync_directory, write_whole, written_to
-from fedflat.local import Vectors
 from fedflat.recipe import Recipe
+from fedflat.rule import Vectors
 from fedflat.state import ServerState
 from fedflat.store import Memory
 

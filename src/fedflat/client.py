@@ -15,14 +15,15 @@ from torch import Tensor
 
 from fedflat.errors import RecipeError, SplitError
 from fedflat.federation.federation import Federation, batch_steps
-from fedflat.group import can_share, train_together
 from fedflat.heap import first_step_apart, keep_freed_memory
-from fedflat.local import Batch, LocalRule, Loss, Outcome, Vectors, train
+from fedflat.kernels.rows import can_share, train_together
 from fedflat.method import Method
 from fedflat.metrics import Score, proximal_loss, score
 from fedflat.parts import Upload
 from fedflat.randomness import generator, key
 from fedflat.recipe import Local
+from fedflat.rule import Batch, LocalRule, Loss, Outcome, Vectors
+from fedflat.step import train
 from fedflat.vector import Network
 
 BufferPolicy = Literal["average", "local", "refuse"]

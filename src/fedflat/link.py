@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from fedflat.errors import RecipeError
-from fedflat.local import LocalRule, Vectors
 from fedflat.parts.part import Part, ServerView, Wrapper
 from fedflat.parts.uploads import Sums, Uploads
+from fedflat.rule import LocalRule, Vectors
 
 
 class Drawer(dict[str, str]):

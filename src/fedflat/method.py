@@ -9,10 +9,10 @@ from functools import cached_property
 from torch import Tensor
 
 from fedflat.link import Link, links_of
-from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.observe import Findings, observed
 from fedflat.parts.part import Part, ServerView
 from fedflat.parts.uploads import Sealed, Upload, Uploads
+from fedflat.rule import LocalRule, Outcome, Vectors
 
 STAGES = ("client", "server", "evaluation")
 

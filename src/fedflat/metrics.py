@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedflat.local import Batch, Loss
 from fedflat.parts import Upload
+from fedflat.rule import Batch, Loss
 from fedflat.vector import Network
 
 

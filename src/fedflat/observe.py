@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from fedflat.errors import FedflatError, RecipeError
 from fedflat.link import Drawer, Link
-from fedflat.local import LocalRule, Outcome, Vectors, train
 from fedflat.parts.part import Part, ServerView
 from fedflat.parts.uploads import Sums, Upload, Uploads, collect
+from fedflat.rule import LocalRule, Outcome, Vectors
+from fedflat.step import train
 from fedflat.vector import Layout, Network
 
 LAYOUT = Layout({name: torch.Size(s) for name, s in {

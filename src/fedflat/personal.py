@@ -33,11 +33,12 @@ from fedflat.engine.engine import chunks, one_thread
 from fedflat.errors import RecipeError, RunError, TrainingError, nearest
 from fedflat.federation.federation import Federation, batch_steps
 from fedflat.folder import beside, write_whole
-from fedflat.local import Batch, LocalRule, train
 from fedflat.metrics import score
 from fedflat.neighbours import CHUNK, Mixture, Neighbours
 from fedflat.parts import MetaStep
 from fedflat.randomness import generator
+from fedflat.rule import Batch, LocalRule
+from fedflat.step import train
 
 EPOCHS: dict[str, tuple[int, ...]] = {
     "finetune": (1, 5),

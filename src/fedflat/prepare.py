@@ -26,15 +26,15 @@ from fedflat.federation.authors import splits_by
 from fedflat.federation.datasets import load
 from fedflat.federation.federation import Federation, federate
 from fedflat.folder import Record, read_model, read_recipe
-from fedflat.group import group_size
 from fedflat.heap import keep_freed_memory
-from fedflat.local import Loss
+from fedflat.kernels.rows import group_size
 from fedflat.method import Method
 from fedflat.methods import parse, spell
 from fedflat.parts import ActiveModel, AllModels
 from fedflat.processor import require_bf16
 from fedflat.randomness import generator
 from fedflat.recipe import Recipe, validated
+from fedflat.rule import Loss
 from fedflat.server import first_state, view
 from fedflat.state import ServerState
 from fedflat.store import FREED

@@ -23,13 +23,13 @@ from fedflat.engine.engine import Engine
 from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, nearest
 from fedflat.federation.federation import Federation
 from fedflat.folder import Record, RunFolder
-from fedflat.local import Loss
 from fedflat.method import Method
 from fedflat.methods import Written, parse, spell
 from fedflat.parts import Part
 from fedflat.prepare import assemble, in_full, sharpness_portion, show, start_engine
 from fedflat.privacy import ledger
 from fedflat.recipe import Recipe, validated
+from fedflat.rule import Loss
 from fedflat.server import RoundReport, conduct, first_state, view
 from fedflat.signals import LastRound
 from fedflat.state import ServerState

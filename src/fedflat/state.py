@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedflat.local import Vectors
+from fedflat.rule import Vectors
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedflat.errors import RunError
-from fedflat.local import Vectors
+from fedflat.rule import Vectors
 
 ADVICE = "make room or set TMPDIR elsewhere"
 FREED = 2**22  # bytes; a smaller row is not worth the time that it takes to give it back

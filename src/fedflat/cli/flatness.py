@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` shall n
     from fedflat.client import Problem
     from fedflat.federation.federation import Federation
     from fedflat.flatness import Curvature, Duality, Portion, Spectrum, Theory
-    from fedflat.local import Batch
     from fedflat.recipe import Recipe
+    from fedflat.rule import Batch
 
 Runs = Annotated[list[Path], typer.Argument(help="directories of finished runs")]
 Samples = Annotated[int, typer.Option(help="training samples to measure on, drawn by the seed; 0 = all", min=0)]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedflat.local import Vectors
 from fedflat.parts import Upload
+from fedflat.rule import Vectors
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 NUMBERS = ("client", "samples", "steps", "lr", "loss", "notes")

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedflat.errors import RecipeError, TrainingError
-from fedflat.local import Batch, Loss
+from fedflat.rule import Batch, Loss
 
 BUDGET = 2**24  # numbers in one chunk's patches and dual weights
 MOST_ROWS = 64  # more at once are no faster

@@ -36,7 +36,7 @@ from fedflat.flatness.activities import SeenLayer, parameter_of
 from fedflat.flatness.hessian import Hessian, top_eigenvalues
 from fedflat.flatness.objective import Objective, flat
 from fedflat.flatness.pairing import DIRECTIONS, Direction, Pairs, drawn, pairs
-from fedflat.local import Batch, Loss
+from fedflat.rule import Batch, Loss
 
 DENSE = 3000  # weights, up to which the layer's Hessian is a matrix and the basis is complete
 DEAD = 1e-12  # |a|² of a sample that no weight of the layer sees

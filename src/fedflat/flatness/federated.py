@@ -14,9 +14,9 @@ from fedflat.engine.engine import Engine, one_thread
 from fedflat.federation.federation import Federation
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.sharpness import rises, unit
-from fedflat.local import Batch
 from fedflat.metrics import bytes_of
 from fedflat.randomness import generator
+from fedflat.rule import Batch
 from fedflat.state import ServerState
 
 

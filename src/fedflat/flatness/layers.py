@@ -14,7 +14,7 @@ from fedflat.errors import RecipeError
 from fedflat.flatness.hessian import Hessian, Trace, top_eigenvalues
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.spectrum import hutch_plus_plus, ritz
-from fedflat.local import Batch
+from fedflat.rule import Batch
 
 Layer = nn.Linear | nn.Conv2d
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedflat.heap import keep_freed_memory
-from fedflat.local import Batch, Loss
+from fedflat.rule import Batch, Loss
 from fedflat.vector import Layout
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

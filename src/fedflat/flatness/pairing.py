@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedflat.errors import DataError, RecipeError, nearest
-from fedflat.local import Batch
+from fedflat.rule import Batch
 
 Direction = Literal["train_to_test", "test_to_train"]
 

@@ -18,7 +18,7 @@ from safetensors.torch import save as safetensors_bytes
 
 from fedflat.errors import RunError
 from fedflat.folder import write_whole, written_to
-from fedflat.local import Vectors
+from fedflat.rule import Vectors
 
 
 class Mark(NamedTuple):

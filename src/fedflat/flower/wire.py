@@ -9,8 +9,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedflat.client import Problem
 from fedflat.engine.wire import NUMBERS, arrays, vectors
-from fedflat.local import Vectors
 from fedflat.parts import Upload
+from fedflat.rule import Vectors
 
 VECTORS, FACTS, NOTES = "vectors", "facts", "notes"
 SLACK = 4096  # bytes that an array's own header may take

@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedflat.local import LocalRule, Outcome, Slope, Vectors
 from fedflat.parts.part import Part, ServerView, option
 from fedflat.parts.uploads import Upload, Uploads
+from fedflat.rule import LocalRule, Outcome, Vectors
+from fedflat.slope import Slope
 
 GUARD = 1e-7  # added to norms, so that nothing is divided by zero; that of the FedSMOO authors
 

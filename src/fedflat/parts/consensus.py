@@ -8,10 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedflat.local import LocalRule, Outcome, Slope, Vectors
 from fedflat.parts.ascent import GUARD, along, per_norm
 from fedflat.parts.part import Crowd, Part, ServerView, option
 from fedflat.parts.uploads import Upload, Uploads
+from fedflat.rule import LocalRule, Outcome, Vectors
+from fedflat.slope import Slope
 
 
 @dataclass(frozen=True)

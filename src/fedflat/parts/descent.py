@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedflat.local import LocalRule, Vectors
 from fedflat.parts.part import Part, option
+from fedflat.rule import LocalRule, Vectors
 from fedflat.vector import Layout
 
 # The quintic polynomial of Muon's Newton–Schulz iteration, which takes singular values to about 1 in a few steps.

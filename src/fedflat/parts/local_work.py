@@ -9,8 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedflat.local import LocalRule, Slope, Vectors, corrected
 from fedflat.parts.part import Part, option
+from fedflat.rule import LocalRule, Vectors
+from fedflat.slope import Slope
+from fedflat.step import corrected
 
 Pairs = Literal["cycle", "once"]
 

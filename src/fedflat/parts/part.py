@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedflat.errors import RecipeError
-from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.parts.uploads import Upload, Uploads
+from fedflat.rule import LocalRule, Outcome, Vectors
 
 Crowd = Literal["all", "active"]
 Stage = Literal["client", "server", "evaluation"]

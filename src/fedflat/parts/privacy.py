@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedflat.local import Outcome, Vectors
 from fedflat.parts.part import Part, ServerView, option
 from fedflat.parts.uploads import Upload, Uploads
 from fedflat.randomness import generator
+from fedflat.rule import Outcome, Vectors
 
 Entropy = Literal["recipe", "system"]
 

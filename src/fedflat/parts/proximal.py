@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedflat.local import LocalRule, Slope, Vectors
 from fedflat.parts.part import Part, Wrapper, option
 from fedflat.parts.terms import Distillation
+from fedflat.rule import LocalRule, Vectors
+from fedflat.slope import Slope
 from fedflat.vector import Layout
 
 Radius = Literal["fixed", "layer", "dim0"]

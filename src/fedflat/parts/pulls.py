@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.parts.part import Crowd, Part, ServerView, option
 from fedflat.parts.uploads import Upload, Uploads
+from fedflat.rule import LocalRule, Outcome, Vectors
 
 Quadratic = Literal["decay", "clipped", "none"]
 Division = Literal["steps", "momentum", "common"]

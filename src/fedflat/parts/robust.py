@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedflat.local import Vectors
 from fedflat.parts.part import Part, ServerView, option
 from fedflat.parts.uploads import Uploads
+from fedflat.rule import Vectors
 
 SPAN = 1 << 16  # coordinates at a time: sorting the whole cohort's Δ at once would hold it twice in memory
 

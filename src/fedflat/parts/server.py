@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.parts.ascent import along
 from fedflat.parts.part import Part, ServerView, option
 from fedflat.parts.uploads import Upload, Uploads, Weighting
+from fedflat.rule import LocalRule, Outcome, Vectors
 
 
 @dataclass(frozen=True)

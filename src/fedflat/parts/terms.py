@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedflat.errors import RecipeError
-from fedflat.local import LocalRule, Outcome, Pass, Vectors
 from fedflat.parts.part import Part, ServerView, option
 from fedflat.parts.uploads import Upload, Uploads
+from fedflat.rule import LocalRule, Outcome, Vectors
+from fedflat.slope import Pass
 
 Layers = Literal["all", "official_convnet"]
 

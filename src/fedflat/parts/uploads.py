@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedflat.errors import RecipeError
-from fedflat.local import Vectors
+from fedflat.rule import Vectors
 
 Weighting = Literal["uniform", "samples"]
 

@@ -1,7 +1,7 @@
 """Several clients in one step: where models are small, calling torch costs more than the arithmetic.
 
 The clients' weights are the rows of one matrix, and one vectorised gradient serves them all. Batches of unequal length
-are padded and masked, and a client whose steps are done stands still. The step itself is that of `local.py`: its
+are padded and masked, and a client whose steps are done stands still. The step itself is that of `step.py`: its
 formulas reduce over the last dimension, so they hold for a vector and for each row of a matrix.
 """
 
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from fedflat.local import SAMPLED, LocalRule, Outcome, Vectors, step
+from fedflat.rule import SAMPLED, LocalRule, Outcome, Vectors
+from fedflat.step import step
 from fedflat.vector import Layout, Network
 
 # Measured by benchmarks/grouping.py: up to how many parameters clients share steps, and how many of them.
