@@ -33,7 +33,7 @@ METHODS = {
     "FedAvg + MAN": "man(0.15)",
     "FedSAM": "fedsam(0.05)",
     "FedSMOO": "fedsmoo(rho=0.05)",
-    "FedSoL": "fedsol(scope='head')",
+    "FedSoL": "fedsol(radius='fixed', scope='head')",
 }
 COLUMNS = ("accuracy", "loss", "λ₁", "λ₁/λ₅", "trace", "adaptive sharpness", "log₁₀ V_L", "gap", "of the pairs",
            "Σσ_wσ_g")  # fmt: skip
