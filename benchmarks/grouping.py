@@ -2,7 +2,8 @@
 
     python benchmarks/grouping.py [--repeats 9]
 
-`fedflat.kernels.rows.group_size` must choose groups only where the ratio is below 1. Prints a Markdown table; exits 1 if not.
+`fedflat.kernels.rows.group_size` must choose groups only where the ratio is below 1. Prints a Markdown table; exits 1
+if not.
 """
 
 import argparse

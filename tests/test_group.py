@@ -109,3 +109,14 @@ def test_dropout_is_drawn_for_each_turn_and_not_from_the_global_generator(many):
         assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("method", ["fedlesam(rho=0.0)", "fedsol(rho=0.0, source='scaffold')"])
+def test_a_look_at_the_loss_draws_no_mask_of_dropout(many, method):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10))
+
+    settings = {"rounds": 2, "cohort": 4, "engine": "inline", "group": 1}
+    plain = weights(train(many, net(), "fedavg", **settings))
+    assert torch.equal(weights(train(many, net(), method, **settings)), plain)

@@ -20,7 +20,7 @@ from fedflat.kernels.rows import can_share, train_together
 from fedflat.method import Method
 from fedflat.metrics import Score, proximal_loss, score
 from fedflat.parts import Upload
-from fedflat.randomness import generator, key
+from fedflat.randomness import forked, generator, key
 from fedflat.recipe import Local
 from fedflat.rule import Batch, LocalRule, Loss, Outcome, Vectors
 from fedflat.step import train
@@ -116,14 +116,12 @@ def mishap(error: Exception, stage: str) -> str:
 @contextmanager
 def _lent_generator(seed: int, device: torch.device) -> Iterator[None]:
     """Dropout draws from the global generator: lend it one that belongs to this turn."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
+    with forked(device):
+        if device.type == "cpu":
             torch.default_generator.manual_seed(seed)
-            yield
-    else:
-        with torch.random.fork_rng(device_type=device.type):
+        else:
             torch.manual_seed(seed)
-            yield
+        yield
 
 
 class Question(Protocol):

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from fedflat.contract import check_declared
 from fedflat.link import Link, links_of
 from fedflat.observe import Findings, observed
 from fedflat.parts.part import Part, ServerView
@@ -37,6 +38,8 @@ class Method:
     """
 
     def __init__(self, *parts: Part) -> None:
+        for part in parts:
+            check_declared(part)
         ordered = sorted(parts, key=lambda part: (part.protects == "upload", STAGES.index(part.stage)))
         self._links, self._found = observed(links_of(ordered))
         self.parts = tuple(link.part for link in self._links)

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedflat.errors import FedflatError, RecipeError
+from fedflat import contract
+from fedflat.contract import called
+from fedflat.errors import RecipeError
 from fedflat.link import Drawer, Link
-from fedflat.parts.part import Part, ServerView
+from fedflat.parts.part import ServerView
 from fedflat.parts.uploads import Sums, Upload, Uploads, collect
 from fedflat.rule import LocalRule, Outcome, Vectors
 from fedflat.step import train
@@ -59,6 +61,7 @@ def observed(links: Sequence[Link]) -> tuple[list[Link], Findings]:
     """
     links = _ordered(_with_drawers(links))
     _refuse_overwriting(links)
+    _refuse_lost_updates(links)
     _refuse_second_evaluation(links)
     found = Findings(*_sizes(links), frozenset(ask for link in _flat(links) for ask in _asks(link)))
     _refuse_leaks(links)
@@ -74,19 +77,26 @@ def _random(seed: int) -> Tensor:
     return torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(seed)).div_(10)
 
 
-def _view(part: Part, round: int = 1) -> ServerView:
+def _view(link: Link) -> ServerView:
     weights = _random(1)
     # States begin with zeros; a little of everything shows what is made of them.
-    state = {name: v + 0.01 * torch.ones_like(v) for name, v in part.first_state(weights).items()}
-    return ServerView(weights, weights, round, clients=4, vectors=state, cohort=2.0)
+    state = {name: v + 0.01 * torch.ones_like(v) for name, v in _first(link, link.part.first_state).items()}
+    return ServerView(weights, weights, 1, clients=4, vectors=state, cohort=2.0)
 
 
 def _sent(link: Link) -> Vectors:
-    return {"weights": _random(1), **_tried(link, lambda: link.part.broadcast(_view(link.part)))}
+    view = _view(link)
+    own = called(link.name, lambda: contract.vectors(link.part.broadcast(view), LAYOUT.size), view)
+    return {"weights": _random(1), **own}
+
+
+def _first(link: Link, function: Callable[[Tensor], Vectors]) -> Vectors:
+    weights = _random(1)
+    return called(link.name, lambda: contract.vectors(function(weights)), weights)
 
 
 def _memory(link: Link) -> Vectors:
-    return {name: v + 0.01 for name, v in link.part.first_memory(_random(1)).items()}
+    return {name: v + 0.01 for name, v in _first(link, link.part.first_memory).items()}
 
 
 def _rule() -> LocalRule:
@@ -101,29 +111,25 @@ def _planned(link: Link, rule: LocalRule) -> LocalRule:
         own = _sent(each)
         sent |= each.sent.close({name: v for name, v in own.items() if name != "weights"})
         memory |= each.memory.close(_memory(each))
-    planned: LocalRule = _tried(link, lambda: link.plan(rule, sent, memory))
-    return planned
+    return called(link.name, lambda: contract.rule(link.plan(rule, sent, memory)), rule, sent, memory)
 
 
 def _planned_alone(link: Link) -> LocalRule:
     return _planned(link, _rule())
 
 
-def _upload(link: Link, client: int, rule: LocalRule) -> Upload:
-    """What a client sends up for one part, by the part's own names."""
-    upload = Upload(client, 3 + client, rule.steps, rule.mean_lr, 1.0, _random(2 + client))
-    outcome = Outcome(upload.delta, 1.0, rule, rule.carry, {})
-    made: Upload = _tried(link, lambda: link.part.report(upload, _sent(link), _memory(link), outcome))[0]
+def _upload(link: Link, client: int, rule: LocalRule, delta: Tensor | None = None) -> Upload:
+    """What a client sends up for one part, by the part's own names. The part is given this Δ, or the training's."""
+    moved = _random(2 + client)
+    upload = Upload(client, 3 + client, rule.steps, rule.mean_lr, 1.0, moved if delta is None else delta)
+    outcome, sent, memory = Outcome(moved, 1.0, rule, rule.carry, {}), _sent(link), _memory(link)
+    made, kept = called(
+        link.name,
+        lambda: contract.reported(link.part.report(upload, sent, memory, outcome), LAYOUT.size),
+        (upload, sent, memory, outcome),
+    )
+    link.memory.close(kept)
     return made
-
-
-def _tried(link: Link, function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except FedflatError as error:
-        raise RecipeError(f"method: {link.name}: {error}") from None
-    except Exception as error:
-        raise RecipeError(f"method: {link.name} fails on a small example ({type(error).__name__}: {error})") from error
 
 
 def _with_drawers(links: Sequence[Link]) -> list[Link]:
@@ -135,8 +141,8 @@ def _with_drawers(links: Sequence[Link]) -> list[Link]:
         link = replace(link, inner=given(link.inner)) if link.inner else link
         link = replace(
             link,
-            state=Drawer.of(link.name, link.part.first_state(_random(1)), taken["state"]),
-            memory=Drawer.of(link.name, link.part.first_memory(_random(1)), taken["memory"]),
+            state=Drawer.of(link.name, _first(link, link.part.first_state), taken["state"]),
+            memory=Drawer.of(link.name, _first(link, link.part.first_memory), taken["memory"]),
             sent=Drawer.of(link.name, [name for name in _sent(link) if name != "weights"], taken["sent"]),
         )
         uploaded = _upload(link, 0, _planned_alone(link)).vectors
@@ -156,6 +162,7 @@ class _Noted(Uploads):
     def __init__(self, uploads: Uploads) -> None:
         super().__init__(list(uploads), uploads.weights, uploads.average("delta"))
         self.asked: set[tuple[str, str]] = set()
+        self.everything = [*uploads, uploads.average("delta")]
 
     def sum(self, name: str, weights: Sequence[float] | None = None) -> Tensor:
         self.asked.add(("sum", name))
@@ -176,9 +183,11 @@ class _Noted(Uploads):
 
 def _merged(link: Link, move: Tensor, noted: _Noted | None = None) -> Tensor:
     """The move as one part alone changes it."""
-    noted = noted or _Noted(_uploads(link))
+    noted, view = noted or _Noted(_uploads(link)), _view(link)
     seen = noted if link.part.sees == "each" else Sums(noted)
-    moved: Tensor = _tried(link, lambda: link.part.merge(move, _view(link.part), seen))[0]
+    given = (move, view, noted.everything)
+    moved, state = called(link.name, lambda: contract.merged(link.part.merge(move, view, seen), LAYOUT.size), *given)
+    link.state.close(state)
     return moved
 
 
@@ -211,7 +220,7 @@ def _refuse_overwriting(links: Sequence[Link]) -> None:
     first, rule = _rule(), _rule()
     writers: dict[str, Link] = {}
     for link in links:
-        alone, after = _planned(link, first), _planned(link, rule)
+        alone, after = _planned(link, first), _planned(link, replace(rule, carry=dict(rule.carry)))
         for f in fields(LocalRule):
             name = f.name
             before, own, now = getattr(rule, name), getattr(alone, name), getattr(after, name)
@@ -249,10 +258,33 @@ def _fields(value: Any) -> Sequence[Any]:
     return fields(value) if hasattr(value, "__dataclass_fields__") else ()
 
 
+def _refuse_lost_updates(links: Sequence[Link]) -> None:
+    """A part that makes its Δ of the training's, not of the upload's, drops what the parts before it have made of Δ."""
+    writer: Link | None = None
+    for link in _flat(links):
+        rule, one, other = _planned_alone(link), _random(11), _random(12)
+        made = _upload(link, 0, rule, one).delta
+        if writer and torch.equal(made, _upload(link, 0, rule, other).delta):
+            raise RecipeError(
+                f"method: {link.name} drops the Δ that {writer.name} has made; its report must begin with "
+                "upload.delta, not with outcome.delta"
+            )
+        if not torch.equal(made, one):
+            writer = link
+
+
 def _refuse_second_evaluation(links: Sequence[Link]) -> None:
-    _refuse_pairs(
-        [k for k in _flat(links) if k.part.evaluated(_view(k.part)) is not None], "say which model to evaluate"
-    )
+    _refuse_pairs([link for link in _flat(links) if _evaluated(link) is not None], "say which model to evaluate")
+
+
+def _evaluated(link: Link) -> Tensor | None:
+    view = _view(link)
+
+    def weights() -> Tensor | None:
+        found = link.part.evaluated(view)
+        return None if found is None else contract.vector(found, LAYOUT.size)
+
+    return called(link.name, weights, view)
 
 
 def _sizes(links: Sequence[Link]) -> tuple[dict[str, int | None], dict[str, int | None]]:

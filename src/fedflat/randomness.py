@@ -4,6 +4,8 @@ So a draw depends on what it is for and not on what was drawn before it: the ord
 a resumed run cannot change it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 
 import numpy as np
@@ -28,3 +30,11 @@ def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch
 def numpy_generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
     """The NumPy generator of one purpose."""
     return np.random.default_rng(key(seed, purpose, round, client))
+
+
+@contextmanager
+def forked(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside leaves torch's global generator as it was."""
+    everywhere = device.type != "cpu"
+    with torch.random.fork_rng(device_type=device.type) if everywhere else torch.random.fork_rng(devices=[]):
+        yield

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedflat.kernels.sgd import descend
+from fedflat.randomness import forked
 from fedflat.rule import SAMPLED, Batch, LocalRule, Loss, Term
 from fedflat.vector import Forward, Network, Tap
 
@@ -139,10 +140,14 @@ class Slope:
         return True
 
     def look_at_w(self, k: int) -> None:
-        """Note the loss and the terms at w in a step that took no gradient there: once in a few steps, without one."""
+        """Note the loss and the terms at w in a step that took no gradient there: once in a few steps, without one.
+
+        Looking changes nothing: the masks of a dropout are drawn as if nobody had looked.
+        """
         wanted = {"loss", "terms"} if self.rule.terms else {"loss"}
         if k % SAMPLED == 0 and wanted - self._noted:
-            self._objective(None, True)
+            with forked(self.weights.device):
+                self._objective(None, True)
 
     def in_head(self, terms: tuple[Term, ...]) -> Tensor:
         """The terms' gradient at w with respect to the head alone. The pass through the body is kept for `at_head`."""
