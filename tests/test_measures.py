@@ -202,7 +202,7 @@ SCOPES = {"all": slice(0, 8), "body": slice(0, 6), "head": slice(6, 8)}
 @pytest.mark.parametrize("scope", SCOPES)
 def test_the_angle_of_one_step_is_that_of_update_and_proximal_gradient_within_the_scope(regression, scope):
     push = (0.5, -1.0, 2.0, 0.3, -0.7, 1.1, 0.9, -0.4)
-    method = Method(ProximalAscent(Push(push), rho=0.5, scope=scope))
+    method = Method(ProximalAscent(Push(push), rho=0.5, radius="fixed", scope=scope))
     problem = Problem(
         regression,
         Network(chain(), torch.float64),

@@ -26,12 +26,15 @@ from fedflat.parts import (
     ConsensusAscent,
     ControlVariates,
     Distillation,
+    DynamicDual,
     FallingRate,
     FrozenHead,
     InterpolatedAscent,
     LookbackAscent,
     MetaStep,
+    MovingTeacher,
     NormalisedAveraging,
+    PrintedConsensus,
     Proximal,
     ProximalAscent,
     ServerAscent,
@@ -370,18 +373,74 @@ def test_a_frozen_head_stays_also_while_per_fedavg_looks_ahead():
     assert seen[1].any() and (network.weights - start).any()
 
 
-def test_fedsmoo_perturbs_by_rho_along_g_minus_dual_minus_s_and_integrates_it():
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("upload", ["dual", "less"])
+@pytest.mark.parametrize("crowd", ["active", "all"])
+def test_fedsmoo_perturbs_by_rho_along_g_minus_dual_minus_s_and_integrates_it(sign, upload, crowd):
     network, batch, anchor = task(mlp)
     local, _ = losses(network, batch, anchor)
-    w, dual, s = network.weights.clone(), 0.05 * anchor, 0.02 * anchor.flip(0)
-    rule = ConsensusAscent(0.3).plan(LocalRule(1.0, 2), {"perturbation": s}, {"dual": dual})
+    w, dual, s, told = network.weights.clone(), 0.05 * anchor, 0.02 * anchor.flip(0), 0.03 * anchor
+    part = ConsensusAscent(0.3, sign, crowd, upload)
+    memory = {"dual": dual, "told": told}
+    rule = part.plan(LocalRule(1.0, 2), {"perturbation": s}, memory)
     outcome = local_train(network, w, rule, [batch, batch], F.cross_entropy)
     for _ in range(2):
-        q = gradient(local, w) - dual - s
+        q = gradient(local, w) - dual + sign * s
         ascent = 0.3 * q / (q.norm() + 1e-7)
         w, dual = w - gradient(local, w + ascent), dual + ascent - s
     torch.testing.assert_close(outcome.carry["dual"], dual, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(network.weights, w, rtol=1e-12, atol=1e-12)
+    sent, kept = part.report(Upload(0, 1, 2, 1.0, 0.0, outcome.delta), {}, memory, outcome)
+    up = dual - ascent if upload == "less" else dual
+    before = {"active": 0.0, "all": told if upload == "less" else memory["dual"]}[crowd]
+    torch.testing.assert_close(sent["dual"], up - before, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(kept["dual"], dual, rtol=1e-12, atol=1e-12)
+    if part.first_memory(anchor).keys() == memory.keys():
+        torch.testing.assert_close(kept["told"], up, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("crowd", "total"), [("active", lambda s, u: u / 2), ("all", lambda s, u: s + u / 10)])
+def test_fedsmoos_server_sends_the_mean_dual_at_length_rho(crowd, total):
+    part = ConsensusAscent(0.3, crowd=crowd)
+    uploads = [Upload(i, 1 + i, 1, 0.1, 0.0, 0 * W, {"dual": MOVES[i]}) for i in range(2)]
+    move, state = part.merge(W, ServerView(W, W, 0, 10, {"mean_dual": MOVES[2]}), collect(uploads, "samples"))
+    mean = total(MOVES[2], MOVES[0] + MOVES[1])
+    assert torch.equal(move, W)
+    torch.testing.assert_close(state["mean_dual"], mean)
+    torch.testing.assert_close(state["perturbation"], 0.3 * mean / mean.norm(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("rho", "alpha"), [(0.05, 2.0), (0.05, 0.5), (1e3, 2.0)])
+def test_fedsmoo_as_the_slides_print_it_is_the_plain_computation(rho, alpha):
+    """Two steps of one client; with the large radius no projection is active, and its μ stays."""
+    network, batch, anchor = task(mlp)
+    local, _ = losses(network, batch, anchor)
+    w, dual, s = network.weights.clone(), 0.05 * anchor, 0.02 * anchor.flip(0)
+    part, first = PrintedConsensus(rho, alpha), dual.clone()
+    rule = part.plan(LocalRule(0.7, 2), {"perturbation": s}, {"dual": dual})
+    outcome = local_train(network, w, rule, [batch, batch], F.cross_entropy)
+    assert torch.equal(dual, first)
+    for _ in range(2):
+        wish = alpha * (gradient(local, w) - dual) - s
+        found = wish * min(1.0, rho / (float(wish.norm()) + 1e-7))
+        w, dual = w - 0.7 * gradient(local, w + found), dual + (found - wish) / (2 * alpha)
+    torch.testing.assert_close(network.weights, w, rtol=1e-12, atol=1e-12)
+    sent, kept = part.report(Upload(0, 1, 2, 0.7, 0.0, outcome.delta), {}, {}, outcome)
+    torch.testing.assert_close(kept["dual"], dual, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sent["wish"], found - alpha * dual, rtol=1e-12, atol=1e-12)
+    assert torch.equal(dual, first) == (rho == 1e3)
+
+
+@pytest.mark.parametrize("rho", [0.1, 1e3])
+def test_the_printed_server_projects_the_mean_of_what_the_rounds_clients_wish(rho):
+    part = PrintedConsensus(rho)
+    assert not part.first_state(W)["perturbation"].any() and not part.first_memory(W)["dual"].any()
+    uploads = [Upload(i, 1 + i, 1, 0.1, 0.0, 0 * W, {"wish": MOVES[i]}) for i in range(2)]
+    move, state = part.merge(W, ServerView(W, W, 0, 10), collect(uploads, "samples"))
+    mean = (MOVES[0] + MOVES[1]) / 2
+    assert torch.equal(move, W)
+    torch.testing.assert_close(state["perturbation"], mean * min(1.0, rho / float(mean.norm())), rtol=1e-5, atol=0)
+    assert torch.equal(part.broadcast(ServerView(W, W, 1, 10, state))["perturbation"], state["perturbation"])
 
 
 def test_fedsmoos_perturbation_has_length_rho_in_every_step():
@@ -408,6 +467,32 @@ def test_fedlesam_looks_back_to_the_model_that_the_client_saw_last():
     torch.testing.assert_close(lookback, 0.5 * torch.tensor([0.0, -3.0, -4.0]) / 5)
 
 
+def test_fedlesam_on_the_server_looks_back_to_the_last_round():
+    part = LookbackAscent(0.5, "server")
+    assert part.first_memory(W) == {} and torch.equal(part.first_state(W)["before"], W)
+    move, state = part.merge(MOVES[0], ServerView(W, W, 0, 10, part.first_state(W)), ())
+    sent = part.broadcast(ServerView(W + move, W + move, 1, 10, state))
+    torch.testing.assert_close(sent["back"], -MOVES[0])
+    lookback = part.plan(LocalRule(0.1, 1), {"weights": W, **sent}, {}).carry["lookback"]
+    torch.testing.assert_close(lookback, -0.5 * MOVES[0] / MOVES[0].norm(), rtol=1e-6, atol=0)
+    assert part.report(Upload(0, 1, 1, 0.1, 0.0, W), {"weights": W}, {}, None)[1] == {}
+
+
+def test_fedgfs_server_counts_the_divergent_rounds_of_its_window_and_looks_back():
+    part, clients = InterpolatedAscent(rho_server=0.2, threshold=1.0, window=3), range(2)
+    view, shares = ServerView(W, W, 0, 10, part.first_state(W)), []
+    for round, norms in enumerate([(3.0, 0.0), (1.0, 0.5), (0.5, 1.6), (1.0, 0.9), (0.2, 0.2)]):
+        sent = part.broadcast(view)
+        shares.append(float(sent["mix"]))
+        back = view["before"] - view.weights
+        torch.testing.assert_close(sent["ahead"], view.weights + 0.2 * back / (back.norm() + 1e-7))
+        uploads = [Upload(i, 1, 1, 0.1, 0.0, norms[i] * torch.tensor([0.6, -0.8], **DOUBLE)) for i in clients]
+        move, state = part.merge(MOVES[0], view, collect(uploads, "uniform"))
+        assert torch.equal(state["before"], view.weights)
+        view = ServerView(view.arrival(move), view.arrival(move), round + 1, 10, state)
+    assert shares == pytest.approx([0, 1, 1 / 2, 2 / 3, 1 / 3])
+
+
 def test_fedgf_takes_the_gradient_between_the_clients_and_the_servers_perturbation():
     network, batch, anchor = task(mlp)
     local, _ = losses(network, batch, anchor)
@@ -416,6 +501,98 @@ def test_fedgf_takes_the_gradient_between_the_clients_and_the_servers_perturbati
     ours = -local_train(network, w, rule, [batch], F.cross_entropy).delta
     own = w + 0.3 * gradient(local, w) / gradient(local, w).norm()
     torch.testing.assert_close(ours, gradient(local, 0.25 * anchor + 0.75 * own), rtol=1e-6, atol=1e-8)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Pulls, by hand
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quadratic", "pull", "decay", "spring"),
+    [
+        ("decay", lambda h, w: h - w, 1, 0), ("clipped", lambda h, w: h - w, 0, 1), ("none", lambda h, w: h, 0, 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("balanced", "penalty"), [(False, 0.3), (True, 0.3 / 1.6)])
+def test_feddyn_pulls_by_penalty_times_w_minus_global_plus_drift(quadratic, pull, decay, spring, balanced, penalty):
+    drift, rule = MOVES[0], LocalRule(0.1, 4, share=1.6)
+    rule = DynamicDual(0.3, balanced=balanced, quadratic=quadratic).plan(rule, {"weights": W}, {"drift": drift})
+    torch.testing.assert_close(rule.pull, penalty * pull(drift, W))
+    assert (rule.decay, rule.spring) == pytest.approx((penalty * decay, penalty * spring))
+
+
+@pytest.mark.parametrize("dual", ["all", "active"])
+def test_feddyns_drifts_grow_by_gain_times_the_moves(dual):
+    part, uploads, drifts = DynamicDual(0.3, dual, gain=0.7), [], []
+    for client, samples in enumerate((30, 10)):
+        outcome = Outcome(MOVES[client], 0.0, LocalRule(0.1, 4), {}, {})
+        upload = Upload(client, samples, 4, 0.1, 0.0, MOVES[client])
+        upload, kept = part.report(upload, {"weights": W}, {"drift": MOVES[2]}, outcome)
+        torch.testing.assert_close(kept["drift"], MOVES[2] + 0.7 * MOVES[client])
+        assert ("drift" in upload.vectors) == (dual == "active")
+        uploads.append(upload)
+        drifts.append(kept["drift"])
+    move, state = part.merge(0.5 * W, ServerView(W, W, 1, 10, {"mean_drift": MOVES[2]}), collect(uploads, "samples"))
+    mean = 0.75 * drifts[0] + 0.25 * drifts[1]
+    expected = MOVES[2] + 0.7 * (MOVES[0] + MOVES[1]) / 10 if dual == "all" else mean
+    torch.testing.assert_close(state["mean_drift"], expected)
+    torch.testing.assert_close(move, 0.5 * W + expected)
+
+
+def test_feddyn_as_a_direction_only_leaves_the_server_alone():
+    part = DynamicDual(0.3, direction_only=True)
+    assert part.first_state(W) == {}
+    move, state = part.merge(W, ServerView(W, W, 0, 10), ())
+    assert torch.equal(move, W) and state == {}
+
+
+@pytest.mark.parametrize(
+    ("division", "divisor"), [("steps", 4 * 0.155), ("momentum", 0.155 * (4 - 0.5 * (1 - 0.5**4) / 0.5) / 0.5),
+                              ("common", 7 * 0.9)],
+)  # fmt: skip
+@pytest.mark.parametrize(("balanced", "share"), [(False, 1.0), (True, 1.6)])
+@pytest.mark.parametrize("direction_only", [False, True])
+def test_scaffolds_controls_are_the_mean_gradients_without_the_correction(
+    division, divisor, balanced, share, direction_only
+):
+    # η_k = 0.2 (1 − 0.6 k/4) has the mean 0.155.
+    part = ControlVariates(division, balanced, direction_only)
+    rule = LocalRule(0.2, 4, first_lr=0.9, typical_steps=7, momentum=0.5, share=1.6, lr_floor=0.4)
+    c, own, delta = MOVES
+    rule = part.plan(rule, {"controls": c}, {"control": own})
+    torch.testing.assert_close(rule.pull, c / share - own)
+    outcome = Outcome(delta, 0.0, rule, {}, {})
+    upload, kept = part.report(Upload(0, 1, 4, 0.2, 0.0, delta), {"controls": c}, {"control": own}, outcome)
+    new = -delta / divisor if direction_only else own - c / share - delta / divisor
+    torch.testing.assert_close(kept["control"], new)
+    torch.testing.assert_close(upload["control_change"], share * (new - own))
+    _, state = part.merge(W, ServerView(W, W, 0, 10, {"controls": c}), collect([upload, upload], "uniform", (0, 0)))
+    torch.testing.assert_close(state["controls"], c + 0.2 * share * (new - own))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# FedGMT
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@NETWORKS
+def test_fedgmt_adds_the_divergence_from_the_teacher_times_gamma_tau_squared(make):
+    network, batch, anchor = task(make)
+    local, proximal = losses(network, batch, anchor, tau=1.5)
+    rule = MovingTeacher(gamma=0.4, tau=1.5).plan(LocalRule(1.0, 1), {"weights": 0 * anchor, "teacher": anchor}, {})
+    start = network.weights.clone()
+    ours = -local_train(network, start, rule, [batch], F.cross_entropy).delta
+    expected = gradient(local, start) + 0.4 * 1.5**2 * gradient(proximal, start)
+    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_fedgmts_teacher_is_a_moving_average_of_the_new_global_models():
+    part, teacher = MovingTeacher(alpha=0.8), W
+    for state in served(part):
+        teacher = 0.8 * teacher + 0.2 * state.weights
+        torch.testing.assert_close(state["teacher"], teacher)
+        assert torch.equal(part.broadcast(state)["teacher"], state["teacher"])
 
 
 # --------------------------------------------------------------------------------------------------------------------
