@@ -21,6 +21,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from copy import copy
@@ -52,8 +53,18 @@ OPPOSITE = {
     ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 METHODS = {"add": "sub", "add_": "sub_", "sub_": "add_", "mul_": "div_", "div_": "mul_", "sum": "mean", "mean": "sum"}
+COMMUTATIVE = (
+    "addcmul_",
+    "max",
+    "min",
+    "maximum",
+    "minimum",
+    "zip",
+    "cosine_similarity",
+    "slope",
+)  # slope(q, c) moves by c q
 GUARD = 1e-5  # numbers below it only keep a division finite
-SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr)  # and annotations, decorators, defaults, docstrings and option()
+SKIPPED = ast.Raise | ast.Assert | ast.JoinedStr  # and annotations, decorators, defaults, docstrings and option()
 
 
 def changed(node: ast.AST, **fields: object) -> ast.AST:
@@ -93,15 +104,16 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
         case ast.Constant(int() | float() as value) if value == 0 or abs(value) >= GUARD:
             yield changed(node, value={0: 1, 1: 0}.get(value, 2 * value))
         case ast.Call(function, arguments, keywords):
-            if len(arguments) > 1 and not any(isinstance(a, ast.Starred) for a in arguments):
+            name = getattr(function, "attr", getattr(function, "id", ""))
+            if len(arguments) > 1 and name not in COMMUTATIVE and not isinstance(arguments[0], ast.Starred):
                 yield changed(node, args=[arguments[1], arguments[0], *arguments[2:]])
-            for keyword in keywords:
+            for keyword in [other for other in keywords if other.arg != "strict"]:
                 yield changed(node, keywords=[other for other in keywords if other is not keyword])
                 if keyword.arg == "alpha":
                     minus = changed(keyword, value=ast.UnaryOp(ast.USub(), keyword.value))
                     yield changed(node, keywords=[minus if other is keyword else other for other in keywords])
-            if isinstance(function, ast.Attribute) and function.attr in METHODS:
-                yield changed(node, func=changed(function, attr=METHODS[function.attr]))
+            if isinstance(function, ast.Attribute) and name in METHODS:
+                yield changed(node, func=changed(function, attr=METHODS[name]))
         case ast.Expr(ast.Call()):
             yield ast.Pass()
 
@@ -114,7 +126,8 @@ def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
             if name in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
                 continue
             for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST) and not isinstance(child, SKIPPED):
+                strict = isinstance(child, ast.keyword) and child.arg == "strict"
+                if isinstance(child, ast.AST) and not isinstance(child, SKIPPED) and not strict:
                     yield function, child
                     yield from inside(child, function)
 
@@ -164,14 +177,13 @@ class Mutant:
             found += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         return codes
 
-    def install(self) -> None:
+    def install(self, functions: list[FunctionType]) -> None:
         """Put the changed code in place of the function's own, whoever holds that function."""
         codes, path = self.code(), str(PACKAGE / self.module)
-        for held in gc.get_objects():
-            if isinstance(held, FunctionType) and held.__code__.co_filename == path:
-                name = held.__code__.co_qualname
-                if name == self.function or name.startswith(f"{self.function}.<locals>"):
-                    held.__code__ = codes[name]
+        for held in functions:
+            name = held.__code__.co_qualname
+            if held.__code__.co_filename == path and f"{name}.".startswith(f"{self.function}."):
+                held.__code__ = codes[name]
 
 
 def mutants(module: str) -> list[Mutant]:
@@ -201,6 +213,9 @@ class Laboratory:
             self.observe(item)
         self.screen.write(f"{len(self.seconds)} tests, {sum(self.seconds.values()):.0f} s of processor time\n")
         self.screen.flush()
+        known = [held for held in gc.get_objects() if type(held) is FunctionType]
+        self.functions = [held for held in known if held.__code__.co_filename in self.files]
+        gc.freeze()  # so that children share this memory
         running: dict[int, tuple[Mutant, int]] = {}
         for mutant in self.todo:
             items = self.callers[str(PACKAGE / mutant.module), mutant.function]
@@ -232,20 +247,24 @@ class Laboratory:
     def experiment(self, mutant: Mutant, items: list[pytest.Item]) -> None:
         """In a child: end with 1 if a test fails, with 0 if none does; by the alarm if one never ends."""
         try:
-            mutant.install()
+            mutant.install(self.functions)
             for item in items:
                 signal.alarm(60 + int(20 * self.seconds[item]))
                 if any(report.failed for report in runtestprotocol(item, log=False, nextitem=item.session)):
                     os._exit(1)
             os._exit(0)
         except BaseException:
+            traceback.print_exc(file=self.screen)
+            self.screen.flush()
             os._exit(2)
 
     def collect(self, running: dict[int, tuple[Mutant, int]]) -> None:
         """Wait for one child and write down how it ended."""
         child, status = os.wait()
         mutant, tests = running.pop(child)
-        record = {"key": mutant.key, **vars(mutant), "killed": status != 0, "tests": tests, "status": status}
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) > 1:
+            raise RuntimeError(f"{mutant.key} could not be tried")
+        record = {"key": mutant.key, **vars(mutant), "killed": status != 0, "tests": tests}
         with self.results.open("a") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
         if not status:
