@@ -34,6 +34,7 @@ from fedflat.parts import (
     MetaStep,
     MovingTeacher,
     NormalisedAveraging,
+    Part,
     PrintedConsensus,
     Proximal,
     ProximalAscent,
@@ -204,9 +205,10 @@ def test_man_is_part_of_the_loss_that_fedsol_descends_by(make, scope):
 @NETWORKS
 @pytest.mark.parametrize("scope", ["all", "head", "body"])
 @pytest.mark.parametrize("source", ["fedprox", "kl"])
-def test_fedsol_does_not_perturb_at_the_global_model(make, scope, source):
+@pytest.mark.parametrize("radius", ["fixed", "dim0"])
+def test_fedsol_does_not_perturb_at_the_global_model(make, scope, source, radius):
     network, batch, _ = task(make, torch.float32)
-    ours = visited(fedsol(2.0, scope=scope, source=source), network, batch, network.weights.clone())
+    ours = visited(fedsol(2.0, radius, scope, source=source), network, batch, network.weights.clone())
     assert not torch.stack(ours).any()
 
 
@@ -276,16 +278,23 @@ def test_the_dim0_radius_has_unit_norm_over_the_outputs(make):
     assert not shape(torch.zeros_like(anchor), network.layout, "dim0").any()
 
 
+class Both(Part):
+    """A source with a term and a pull."""
+
+    def plan(self, rule, sent, memory):
+        return Proximal(0.6).plan(Distillation(3.0).plan(rule, sent, memory), sent, memory)
+
+
 @NETWORKS
 @pytest.mark.parametrize("form", ["A1", "A2", "A3", "A4", "A5", "A6"])
-@pytest.mark.parametrize("source", [Distillation(3.0), Proximal(0.6)])
+@pytest.mark.parametrize("source", [Distillation(3.0), Proximal(0.6), Both()])
 def test_the_ablations_of_table_6_are_the_plain_computation(make, form, source):
     network, batch, anchor = task(make)
-    local, proximal = losses(network, batch, anchor)
-    if source == Proximal(0.6):
+    local, divergence = losses(network, batch, anchor)
 
-        def proximal(w):
-            return 0.3 * (w - anchor).square().sum()
+    def proximal(w):
+        kl = 0.0 if isinstance(source, Proximal) else divergence(w)
+        return kl + (0.0 if isinstance(source, Distillation) else 0.3 * (w - anchor).square().sum())
 
     w, rho, beta = network.weights.clone(), 0.7, 0.4
     along_p = w + of_length(gradient(proximal, w), rho)
@@ -295,6 +304,20 @@ def test_the_ablations_of_table_6_are_the_plain_computation(make, form, source):
     expected = gradient(local, f) + (0 if p is None else beta * gradient(proximal, p))
     ours = descent(AblatedAscent(source, rho, "fixed", form=form, beta=beta), network, batch, anchor)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["A1", "A3", "A5"])
+@pytest.mark.parametrize("scope", ["all", "body"])
+def test_an_ablation_notes_the_angle_of_its_step_and_the_proximal_gradient_within_the_scope(form, scope):
+    network, batch, anchor = task(mlp)
+    _, proximal = losses(network, batch, anchor)
+    start, part = network.weights.clone(), AblatedAscent(Distillation(3.0), 0.7, "fixed", scope, form=form)
+    rule = LocalRule(1.0, 1, layout=network.layout, head=network.head, measures=["cosine"])
+    outcome = local_train(network, start, Method(part).plan(rule, {"weights": anchor}, {}), [batch], F.cross_entropy)
+    g, g_p = (within(network, x, scope) for x in (-outcome.delta, gradient(proximal, start)))
+    assert outcome.notes == {"cosine": pytest.approx(float(g @ g_p / (g.norm() * g_p.norm())), rel=1e-10)}
+    silent = Method(part).plan(LocalRule(1.0, 1, layout=network.layout), {"weights": anchor}, {})
+    assert local_train(network, start, silent, [batch], F.cross_entropy).notes == {}
 
 
 # --------------------------------------------------------------------------------------------------------------------
