@@ -48,6 +48,8 @@ COSTS = "asks for more than is needed, which only costs time or memory"
 EQUIVALENT = [  # mutants that compute the same: module, function, how the change ends, and the reason
     ("parts/consensus.py", "ConsensusAscent.merge", "else GUARD → 1e-16", "a guard"),
     ("parts/consensus.py", "ConsensusAscent.plan", "else {} → {'last': torch.zeros_like(memory['dual'])}", COSTS),
+    ("parts/terms.py", "TopEigenvalue.plan", "start / start.norm() → start", "the power iteration normalises it"),
+    ("parts/terms.py", "TopEigenvalue.plan", "generator=chance)", "another random start"),
     ("parts/proximal.py", "ProximalStep.features", "False → True", COSTS),
     ("parts/proximal.py", "ProximalStep.activations", "False → True", COSTS),
     ("parts/proximal.py", "ProximalStep.ascent", "→ self.anchor - slope.weights", "|w − w_g| is taken of it"),
@@ -81,6 +83,20 @@ def changed(node: ast.AST, **fields: object) -> ast.AST:
     return other
 
 
+def guards(node: ast.AST) -> bool:
+    """Whether a node only keeps a division finite or names a seed, so that to change it means little."""
+    match node:
+        case ast.Constant(float() as value):
+            return 0 < value < GUARD
+        case ast.Name(name):
+            return name.lower() == "guard"
+        case ast.BinOp(left, _, right):
+            return guards(left) or guards(right)
+        case ast.Call(ast.Attribute(_, "manual_seed")):
+            return True
+    return isinstance(node, ast.keyword) and node.arg == "strict"
+
+
 def variants(node: ast.AST) -> Iterator[ast.AST]:
     """What a node may be changed into."""
     match node:
@@ -107,7 +123,7 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
             yield changed(node, test=ast.UnaryOp(ast.Not(), test))
         case ast.Constant(bool() as value):
             yield changed(node, value=not value)
-        case ast.Constant(int() | float() as value) if value == 0 or abs(value) >= GUARD:
+        case ast.Constant(int() | float() as value):
             yield changed(node, value={0: 1, 1: 0}.get(value, 2 * value))
         case ast.Call(function, arguments, keywords):
             name = getattr(function, "attr", getattr(function, "id", ""))
@@ -132,8 +148,9 @@ def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
             if name in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
                 continue
             for child in value if isinstance(value, list) else [value]:
-                strict = isinstance(child, ast.keyword) and child.arg == "strict"
-                if isinstance(child, ast.AST) and not isinstance(child, SKIPPED) and not strict:
+                if not isinstance(child, ast.AST) or isinstance(child, SKIPPED):
+                    continue
+                if not guards(child):
                     yield function, child
                     yield from inside(child, function)
 
@@ -164,13 +181,14 @@ class Mutant:
     module: str
     function: str
     line: int
+    column: int
     change: str
     place: int
     variant: int
 
     @property
     def key(self) -> str:
-        return f"{self.module}:{self.line} {self.function} {self.change} #{self.place}"
+        return f"{self.module}:{self.line}:{self.column} {self.function} {self.change}"
 
     def code(self) -> dict[str, CodeType]:
         """The functions of the changed module by their qualified names."""
@@ -198,7 +216,8 @@ def mutants(module: str) -> list[Mutant]:
     for place, (function, node) in enumerate(places(ast.parse((PACKAGE / module).read_text()))):
         for variant, other in enumerate(variants(node)):
             before, after = (" ".join(ast.unparse(ast.fix_missing_locations(x)).split()) for x in (node, other))
-            mutant = Mutant(module, function, node.lineno, f"{before[:90]} → {after[:90]}", place, variant)
+            change = f"{before[:90]} → {after[:90]}"
+            mutant = Mutant(module, function, node.lineno, node.col_offset, change, place, variant)
             same = [end for where, name, end, _ in EQUIVALENT if (where, name) == (module, function)]
             if not any(mutant.change.endswith(end) for end in same):
                 found.append(mutant)
@@ -222,11 +241,15 @@ class Laboratory:
         self.screen.flush()
         known = [held for held in gc.get_objects() if type(held) is FunctionType]
         self.functions = [held for held in known if held.__code__.co_filename in self.files]
+        self.order = {item: place for place, item in enumerate(self.seconds)}
+        self.kills = torch.zeros(len(self.order)).share_memory_()
         gc.freeze()  # so that children share this memory
         running: dict[int, tuple[Mutant, int]] = {}
         for mutant in self.todo:
             items = self.callers[str(PACKAGE / mutant.module), mutant.function]
-            items = sorted((i for i in items if self.seconds[i] <= self.slow), key=self.seconds.__getitem__)
+            items = [item for item in items if self.seconds[item] <= self.slow]
+            # Those first that are fast or have killed others.
+            items.sort(key=lambda item: self.seconds[item] / (1 + float(self.kills[self.order[item]])))
             if len(running) == self.jobs:
                 self.collect(running)
             if (child := os.fork()) == 0:
@@ -258,6 +281,7 @@ class Laboratory:
             for item in items:
                 signal.alarm(60 + int(20 * self.seconds[item]))
                 if any(report.failed for report in runtestprotocol(item, log=False, nextitem=item.session)):
+                    self.kills[self.order[item]] += 1
                     os._exit(1)
             os._exit(0)
         except BaseException:

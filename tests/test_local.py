@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fedflat.chain import Chain
 from fedflat.local import LocalRule, Slope, step, train
 from fedflat.method import Method
-from fedflat.parts import ActivationNorm, Ascent, Distillation, Part, Proximal, ProximalAscent
+from fedflat.parts import ActivationNorm, Ascent, Distillation, LookbackAscent, Part, Proximal, ProximalAscent
 from fedflat.vector import Network
 
 D = 5
@@ -59,6 +60,12 @@ def problem(seed=0):
     torch.manual_seed(seed)
     network = Network(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.float64)
     return network, torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 3, (7,))
+
+
+@torch.no_grad()
+def forward(network, weights, x):
+    """The logits of a network at other weights."""
+    return functional_call(network.module, network.layout.views(weights), (x,))
 
 
 def test_weights_are_restored_to_the_bit_after_a_look_elsewhere():
@@ -236,6 +243,22 @@ def test_the_chain_is_for_the_cross_entropy_of_classes_only(calls, labels):
     for rule in rules:
         train(network, network.weights.clone(), rule, [batch], loss)
     assert calls == {"partials": 1, "differentiate": 1}
+
+
+def test_a_method_that_takes_no_gradient_at_w_looks_there_in_every_eighth_step():
+    network, x, y = problem()
+    start, losses = network.weights.clone(), []
+
+    def loss(logits, labels):
+        value = F.cross_entropy(logits, labels)
+        losses.append(float(value.detach()))
+        return value
+
+    rule = LookbackAscent(0.5).plan(LocalRule(0.1, 10), {"weights": start}, {"seen": start + 1})
+    outcome = train(network, start, rule, [(x, y)] * 10, loss)
+    assert len(losses) == 12  # ten gradients elsewhere, and after the first and the ninth of them a look at w
+    assert losses[1] == pytest.approx(float(F.cross_entropy(forward(network, start, x), y)))
+    assert outcome.loss == pytest.approx((losses[1] + losses[10]) / 2)
 
 
 def test_a_parameter_that_the_loss_does_not_use_decays_all_the_same():

@@ -19,8 +19,10 @@ from fedflat.method import Method
 from fedflat.parts import (
     AblatedAscent,
     ActivationNorm,
+    ActiveModel,
     AdaptiveAscent,
     AdaptiveServer,
+    AllModels,
     Ascent,
     ClientMomentum,
     ConsensusAscent,
@@ -34,6 +36,7 @@ from fedflat.parts import (
     MetaStep,
     MovingTeacher,
     NormalisedAveraging,
+    NotTrueDistillation,
     Part,
     PrintedConsensus,
     Proximal,
@@ -47,6 +50,7 @@ from fedflat.parts import (
     WeightAveraging,
     collect,
 )
+from fedflat.parts.ascent import along
 from fedflat.parts.proximal import shape
 from fedflat.vector import Network
 
@@ -499,10 +503,39 @@ def test_fedsmoos_perturbation_has_length_rho_in_every_step():
     assert lengths == pytest.approx([0.3] * 4, rel=1e-5)
 
 
+@NETWORKS
+@pytest.mark.parametrize(("eta", "biases"), [(0.2, False), (0.3, True), (0.0, True)])
+def test_fedasam_scales_the_ball_by_the_weights(make, eta, biases):
+    network, batch, anchor = task(make)
+    local, _ = losses(network, batch, anchor)
+    w, scale = network.weights.clone(), network.weights.abs() + eta
+    for name, view in network.layout.views(scale).items():
+        if name.endswith("bias") and not biases:
+            view.fill_(1.0)
+    g = gradient(local, w)
+    ascent = 0.4 * scale**2 * g / ((scale * g).norm() + 1e-7)
+    ours = descent(AdaptiveAscent(0.4, eta, biases), network, batch, anchor)
+    torch.testing.assert_close(ours, gradient(local, w + ascent), rtol=1e-11, atol=1e-12)
+
+
+def test_the_perturbations_of_several_clients_have_their_own_lengths():
+    rows = torch.stack([W, 3 * MOVES[0], 0 * W])
+    expected = torch.stack([0.5 * W / W.norm(), 0.5 * MOVES[0] / MOVES[0].norm(), 0 * W])
+    torch.testing.assert_close(along(rows, 0.5), expected, rtol=1e-6, atol=0)
+
+
+def test_a_frozen_head_is_frozen_beside_what_the_model_freezes():
+    frozen = torch.tensor([True, False, False, False])
+    rule = FrozenHead().plan(LocalRule(0.1, 1, head=slice(2, 4), frozen=frozen), {"weights": torch.ones(4)}, {})
+    assert rule.frozen.tolist() == [True, False, True, True]
+    assert frozen.tolist() == [True, False, False, False]
+
+
 def test_fedlesam_looks_back_to_the_model_that_the_client_saw_last():
     part, rule = LookbackAscent(0.5), LocalRule(0.1, 1)
     first, later = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([1.0, 5.0, 6.0])
     memory = part.first_memory(first)
+    assert part.first_state(first) == {}
     assert not part.plan(rule, {"weights": first}, memory).carry["lookback"].any()
     upload, memory = part.report(Upload(0, 1, 1, 0.1, 0.0, first), {"weights": first}, memory, None)
     assert not upload.vectors
@@ -615,8 +648,23 @@ def test_scaffolds_controls_are_the_mean_gradients_without_the_correction(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# FedGMT
+# FedNTD and FedGMT
 # --------------------------------------------------------------------------------------------------------------------
+
+
+@NETWORKS
+def test_fedntd_adds_the_divergence_over_the_classes_that_are_not_true_times_beta_tau_squared(make):
+    network, (x, y), anchor = task(make)
+    beta, tau, start = 0.6, 1.7, network.weights.clone()
+    others = torch.stack([torch.tensor([c for c in range(4) if c != label]) for label in y.tolist()])
+
+    def objective(w):
+        ours, theirs = (forward(network, v, x)[0].gather(1, others).div(tau).softmax(1) for v in (w, anchor))
+        kl = (theirs * (theirs.log() - ours.log())).sum(1).mean()
+        return F.cross_entropy(forward(network, w, x)[0], y) + beta * tau**2 * kl
+
+    ours = descent(NotTrueDistillation(beta, tau), network, (x, y), anchor)
+    torch.testing.assert_close(ours, gradient(objective, start), rtol=1e-11, atol=1e-12)
 
 
 @NETWORKS
@@ -916,6 +964,38 @@ def test_swa_takes_every_second_model_if_told_so():
     torch.testing.assert_close(models[5][1], (models[2][0] + models[4][0]) / 2)
 
 
+def test_the_active_model_is_where_the_clients_began_plus_their_average():
+    part, ahead = ActiveModel(), W + 1
+    view = ServerView(W, ahead, 0, 10, part.first_state(W))
+    assert torch.equal(part.evaluated(view), W)
+    uploads = collect([Upload(i, 3 - i, 1, 0.1, 0.0, MOVES[i]) for i in range(2)], "samples")
+    move, state = part.merge(W, view, uploads)
+    assert torch.equal(move, W)
+    shown = part.evaluated(ServerView(W, W, 1, 10, state))
+    torch.testing.assert_close(shown, ahead + 0.6 * MOVES[0] + 0.4 * MOVES[1])
+
+
+@pytest.mark.parametrize("by", ["uniform", "samples"])
+def test_all_models_have_the_mean_of_the_clients_last_ones(by):
+    part, sizes, rounds = AllModels(by), [1, 2, 3, 4], [[0, 1], [1, 3]]
+    memories = [part.first_memory(W) for _ in sizes]
+    view, weights = ServerView(W, W, 0, 4, part.first_state(W)), W
+    for round, cohort in enumerate(rounds):
+        uploads = []
+        for client in cohort:
+            delta, share = MOVES[round] * (client + 1), sizes[client] * 4 / sum(sizes)
+            outcome = Outcome(delta, 0.0, LocalRule(0.1, 1, share=share), {}, {})
+            upload = Upload(client, sizes[client], 1, 0.1, 0.0, delta)
+            upload, memories[client] = part.report(upload, {"weights": weights}, memories[client], outcome)
+            torch.testing.assert_close(memories[client]["last"], weights + delta)
+            uploads.append(upload)
+        _, state = part.merge(W, view, collect(uploads, "samples"))
+        view, weights = ServerView(weights, weights, round + 1, 4, state), weights + MOVES[2]
+        p = [size / sum(sizes) for size in sizes] if by == "samples" else [1 / 4] * 4
+        expected = sum(share * memory["last"] for share, memory in zip(p, memories, strict=True))
+        torch.testing.assert_close(part.evaluated(view), expected)
+
+
 def test_fedgloss_sends_a_point_uphill_and_steps_from_the_point_below():
     part = ServerAscent(0.2)
     assert torch.equal(part.broadcast(ServerView(W, W, 0, 10, part.first_state(W)))["weights"], W)
@@ -954,7 +1034,9 @@ def walked(rule, drift=1.0):
     return float(w)
 
 
-@pytest.mark.parametrize("rule", [LocalRule(0.1, 7), LocalRule(0.1, 7, momentum=0.9), LocalRule(0.1, 7, decay=0.5)])
+@pytest.mark.parametrize(
+    "rule", [LocalRule(0.1, 7), LocalRule(0.1, 7, momentum=0.9), LocalRule(0.1, 7, decay=0.3, spring=0.2)]
+)
 def test_fednovas_normaliser_counts_what_a_unit_gradient_amounts_to(rule):
     upload = Upload(0, 1, rule.steps, rule.lr, 0.0, W)
     upload, _ = NormalisedAveraging().report(upload, {}, {}, Outcome(W, 0.0, rule, {}, {}))
@@ -963,7 +1045,7 @@ def test_fednovas_normaliser_counts_what_a_unit_gradient_amounts_to(rule):
     assert tau == pytest.approx(7 if rule.decay else a)
 
 
-@pytest.mark.parametrize("facts", [dict(), dict(momentum=0.9), dict(decay=0.5)])
+@pytest.mark.parametrize("facts", [dict(), dict(momentum=0.9), dict(decay=0.5), dict(decay=0.1, spring=0.3)])
 def test_fednova_averages_updates_per_step(facts):
     part, uploads, total, tau = NormalisedAveraging(), [], 0 * W, 0.0
     for client, (steps, samples) in enumerate([(3, 20), (8, 60), (5, 20)]):
