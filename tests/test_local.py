@@ -245,6 +245,19 @@ def test_the_chain_is_for_the_cross_entropy_of_classes_only(calls, labels):
     assert calls == {"partials": 1, "differentiate": 1}
 
 
+@pytest.mark.parametrize("module", [CHAIN, OTHER])
+def test_an_ascent_may_ask_for_other_terms_with_and_without_the_loss(module):
+    network = Network(deepcopy(module), torch.float64)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    loss, term = (network.differentiate(f(network.module(x))) for f in (lambda z: F.cross_entropy(z, y), torch.var))
+    with network.listening() as tap:
+        slope = Slope(network, LocalRule(0.1, 1), F.cross_entropy, tap).at((x, y))
+        terms = (lambda here: here.logits.var(),)
+        torch.testing.assert_close(slope(), loss)
+        torch.testing.assert_close(slope(terms=terms), loss + term)
+        torch.testing.assert_close(slope(terms=terms, data=False), term)
+
+
 def test_a_method_that_takes_no_gradient_at_w_looks_there_in_every_eighth_step():
     network, x, y = problem()
     start, losses = network.weights.clone(), []

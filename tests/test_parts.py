@@ -322,6 +322,8 @@ def test_an_ablation_notes_the_angle_of_its_step_and_the_proximal_gradient_withi
     assert outcome.notes == {"cosine": pytest.approx(float(g @ g_p / (g.norm() * g_p.norm())), rel=1e-10)}
     silent = Method(part).plan(LocalRule(1.0, 1, layout=network.layout), {"weights": anchor}, {})
     assert local_train(network, start, silent, [batch], F.cross_entropy).notes == {}
+    nowhere = Method(part).plan(rule, {"weights": start}, {})  # at the global model g_p = 0 has no direction
+    assert local_train(network, start, nowhere, [batch], F.cross_entropy).notes == {}
 
 
 # --------------------------------------------------------------------------------------------------------------------
