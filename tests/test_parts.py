@@ -34,6 +34,7 @@ from fedflat.parts import (
     InterpolatedAscent,
     LookbackAscent,
     MetaStep,
+    ModelContrast,
     MovingTeacher,
     NormalisedAveraging,
     NotTrueDistillation,
@@ -537,7 +538,8 @@ def test_fedlesam_looks_back_to_the_model_that_the_client_saw_last():
     part, rule = LookbackAscent(0.5), LocalRule(0.1, 1)
     first, later = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([1.0, 5.0, 6.0])
     memory = part.first_memory(first)
-    assert part.first_state(first) == {}
+    assert part.first_state(first) == part.broadcast(ServerView(first, first, 0, 10)) == {}
+    assert part.merge(first, ServerView(first, first, 0, 10), ())[1] == {}
     assert not part.plan(rule, {"weights": first}, memory).carry["lookback"].any()
     upload, memory = part.report(Upload(0, 1, 1, 0.1, 0.0, first), {"weights": first}, memory, None)
     assert not upload.vectors
@@ -650,7 +652,7 @@ def test_scaffolds_controls_are_the_mean_gradients_without_the_correction(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# FedNTD and FedGMT
+# FedNTD, MOON and FedGMT
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -667,6 +669,27 @@ def test_fedntd_adds_the_divergence_over_the_classes_that_are_not_true_times_bet
 
     ours = descent(NotTrueDistillation(beta, tau), network, (x, y), anchor)
     torch.testing.assert_close(ours, gradient(objective, start), rtol=1e-11, atol=1e-12)
+
+
+@NETWORKS
+def test_moon_contrasts_the_features_with_the_global_and_the_clients_last_model(make):
+    network, (x, y), anchor = task(make)
+    mu, tau, start, previous = 0.7, 0.4, network.weights.clone(), anchor.flip(0)
+
+    def features(w):
+        body, views = network.module[:-1], network.layout.views(w)
+        return functional_call(body, {name: views[name] for name, _ in body.named_parameters()}, (x,))
+
+    def objective(w):
+        near, far = (torch.exp(F.cosine_similarity(features(w), features(v)) / tau) for v in (anchor, previous))
+        return F.cross_entropy(forward(network, w, x)[0], y) - mu * torch.log(near / (near + far)).mean()
+
+    part, sent, memory = ModelContrast(mu, tau), {"weights": anchor}, {"previous": previous}
+    rule = part.plan(LocalRule(1.0, 1), sent, memory)
+    outcome = local_train(network, start, rule, [(x, y)], F.cross_entropy)
+    torch.testing.assert_close(-outcome.delta, gradient(objective, start), rtol=1e-10, atol=1e-11)
+    _, kept = part.report(Upload(0, 1, 1, 1.0, 0.0, outcome.delta), sent, memory, outcome)
+    assert torch.equal(kept["previous"], anchor + outcome.delta) and torch.equal(part.first_memory(W)["previous"], W)
 
 
 @NETWORKS
@@ -920,6 +943,7 @@ def test_fedavgm_is_heavy_ball():
     for state, move in zip(served(ServerMomentum(0.9)), MOVES, strict=True):
         m = 0.9 * m + move
         w = w + m
+        assert ServerMomentum(0.9).broadcast(state) == {}
         torch.testing.assert_close(state.weights, w)
 
 
@@ -958,12 +982,12 @@ def test_swa_shows_the_mean_of_the_models_since_its_start():
         torch.testing.assert_close(part.evaluated(state), torch.stack(models[2:] if done > 2 else models[-1:]).mean(0))
 
 
-def test_swa_takes_every_second_model_if_told_so():
-    part = WeightAveraging(start=1, every=2)
-    models = [(state.weights, part.evaluated(state)) for state in served(part, [*MOVES, *MOVES])]
-    torch.testing.assert_close(models[1][1], models[0][0])
-    torch.testing.assert_close(models[2][1], models[2][0])
-    torch.testing.assert_close(models[5][1], (models[2][0] + models[4][0]) / 2)
+def test_swa_takes_every_third_model_if_told_so():
+    part = WeightAveraging(start=1, every=3)
+    states = list(served(part, [*MOVES, *MOVES, W]))
+    models, shown = [state.weights for state in states], [part.evaluated(state) for state in states]
+    expected = [models[0]] * 3 + [models[3]] * 3 + [(models[3] + models[6]) / 2]
+    torch.testing.assert_close(torch.stack(shown), torch.stack(expected))
 
 
 def test_the_active_model_is_where_the_clients_began_plus_their_average():
