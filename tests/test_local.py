@@ -1,15 +1,19 @@
 """The local step against the formula written out by hand."""
 
+from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from fedflat.kernels.chain import Chain
 from fedflat.method import Method
-from fedflat.parts import ActivationNorm, Ascent, Distillation, Part, ProximalAscent
+from fedflat.parts import ActivationNorm, Ascent, Distillation, LookbackAscent, Part, Proximal, ProximalAscent
 from fedflat.rule import LocalRule
 from fedflat.slope import Slope
 from fedflat.step import step, train
@@ -58,6 +62,12 @@ def problem(seed=0):
     torch.manual_seed(seed)
     network = Network(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.float64)
     return network, torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 3, (7,))
+
+
+@torch.no_grad()
+def forward(network, weights, x):
+    """The logits of a network at other weights."""
+    return functional_call(network.module, network.layout.views(weights), (x,))
 
 
 def test_weights_are_restored_to_the_bit_after_a_look_elsewhere():
@@ -179,6 +189,91 @@ def test_a_step_that_nothing_is_done_to_needs_no_vector_of_the_gradient(part, mo
     straight, gathered = after(), after(pull=torch.zeros(3 * 9 + 3 + 12 * 4 + 4))
     torch.testing.assert_close(straight[0], gathered[0], rtol=1e-6, atol=1e-7)
     assert (straight[1], gathered[1]) == (False, True)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each of the kernels that make gradients was called."""
+    counts = Counter()
+
+    def count(owner, name):
+        kernel = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: counts.update([name]) or kernel(*args))
+
+    for name in ("gradient", "descend"):
+        count(Chain, name)
+    for name in ("partials", "differentiate"):
+        count(Network, name)
+    return counts
+
+
+CHAIN = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+OTHER = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize(
+    ("module", "part", "facts", "expected"),
+    [
+        (CHAIN, Part(), {}, {"descend": 3}),
+        (CHAIN, Part(), dict(weight_decay=0.1), {"descend": 3}),
+        (CHAIN, Part(), dict(momentum=0.9), {"gradient": 3}),
+        (CHAIN, Part(), dict(clip=1.0), {"gradient": 3}),
+        (CHAIN, Proximal(0.1), {}, {"gradient": 3}),
+        (CHAIN, Ascent(0.1), {}, {"gradient": 6}),
+        (CHAIN, ActivationNorm(0.1), dict(momentum=0.9), {"partials": 3}),
+        (CHAIN, ActivationNorm(0.1), dict(clip=1.0), {"differentiate": 3}),
+        (OTHER, Part(), dict(momentum=0.9), {"partials": 3}),
+        (OTHER, Part(), dict(clip=1.0), {"differentiate": 3}),
+        (OTHER, Ascent(0.1), {}, {"differentiate": 6}),
+    ],
+)
+def test_every_step_uses_the_cheapest_kernel_that_can_make_it(calls, module, part, facts, expected):
+    network = Network(deepcopy(module))
+    rule = part.plan(LocalRule(0.1, 3, **facts), {"weights": network.weights.clone()}, {})
+    batch = torch.randn(6, 4), torch.arange(6) % 3
+    train(network, network.weights.clone(), rule, [batch] * 3, F.cross_entropy)
+    assert calls == expected
+
+
+@pytest.mark.parametrize("labels", ["soft", "classes"])
+def test_the_chain_is_for_the_cross_entropy_of_classes_only(calls, labels):
+    network = Network(deepcopy(CHAIN))
+    y = torch.arange(6) % 3
+    batch = torch.randn(6, 4), F.one_hot(y, 3).float() if labels == "soft" else y
+    loss = F.cross_entropy if labels == "soft" else lambda z, y: F.cross_entropy(z, y)
+    rules = LocalRule(0.1, 1), LocalRule(0.1, 1, clip=1.0)
+    for rule in rules:
+        train(network, network.weights.clone(), rule, [batch], loss)
+    assert calls == {"partials": 1, "differentiate": 1}
+
+
+@pytest.mark.parametrize("module", [CHAIN, OTHER])
+def test_an_ascent_may_ask_for_other_terms_with_and_without_the_loss(module):
+    network = Network(deepcopy(module), torch.float64)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    loss, term = (network.differentiate(f(network.module(x))) for f in (lambda z: F.cross_entropy(z, y), torch.var))
+    with network.listening() as tap:
+        slope = Slope(network, LocalRule(0.1, 1), F.cross_entropy, tap).at((x, y))
+        terms = (lambda here: here.logits.var(),)
+        torch.testing.assert_close(slope(), loss)
+        torch.testing.assert_close(slope(terms=terms), loss + term)
+        torch.testing.assert_close(slope(terms=terms, data=False), term)
+
+
+def test_a_method_that_takes_no_gradient_at_w_looks_there_in_every_eighth_step():
+    network, x, y = problem()
+    start, losses = network.weights.clone(), []
+
+    def loss(logits, labels):
+        value = F.cross_entropy(logits, labels)
+        losses.append(float(value.detach()))
+        return value
+
+    rule = LookbackAscent(0.5).plan(LocalRule(0.1, 10), {"weights": start}, {"seen": start + 1})
+    outcome = train(network, start, rule, [(x, y)] * 10, loss)
+    assert len(losses) == 12  # ten gradients elsewhere, and after the first and the ninth of them a look at w
+    assert losses[1] == pytest.approx(float(F.cross_entropy(forward(network, start, x), y)))
+    assert outcome.loss == pytest.approx((losses[1] + losses[10]) / 2)
 
 
 def test_a_parameter_that_the_loss_does_not_use_decays_all_the_same():

@@ -17,19 +17,27 @@ from fedflat.method import Method
 from fedflat.parts import (
     AblatedAscent,
     ActivationNorm,
+    ActiveModel,
     AdaptiveAscent,
     AdaptiveServer,
+    AllModels,
     Ascent,
     ClientMomentum,
     ConsensusAscent,
     ControlVariates,
     Distillation,
+    DynamicDual,
     FallingRate,
     FrozenHead,
     InterpolatedAscent,
     LookbackAscent,
     MetaStep,
+    ModelContrast,
+    MovingTeacher,
     NormalisedAveraging,
+    NotTrueDistillation,
+    Part,
+    PrintedConsensus,
     Proximal,
     ProximalAscent,
     ServerAscent,
@@ -40,6 +48,7 @@ from fedflat.parts import (
     WeightAveraging,
     collect,
 )
+from fedflat.parts.ascent import along
 from fedflat.parts.proximal import shape
 from fedflat.rule import LocalRule, Outcome
 from fedflat.slope import Slope
@@ -202,9 +211,10 @@ def test_man_is_part_of_the_loss_that_fedsol_descends_by(make, scope):
 @NETWORKS
 @pytest.mark.parametrize("scope", ["all", "head", "body"])
 @pytest.mark.parametrize("source", ["fedprox", "kl"])
-def test_fedsol_does_not_perturb_at_the_global_model(make, scope, source):
+@pytest.mark.parametrize("radius", ["fixed", "dim0"])
+def test_fedsol_does_not_perturb_at_the_global_model(make, scope, source, radius):
     network, batch, _ = task(make, torch.float32)
-    ours = visited(fedsol(2.0, scope=scope, source=source), network, batch, network.weights.clone())
+    ours = visited(fedsol(2.0, radius, scope, source=source), network, batch, network.weights.clone())
     assert not torch.stack(ours).any()
 
 
@@ -240,6 +250,18 @@ def test_a_linear_source_perturbs_along_its_pull(source):
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("quadratic", ["decay", "clipped"])
+def test_the_quadratic_of_a_source_points_the_same_way_wherever_it_stands(quadratic):
+    network, batch, anchor = task(mlp)
+    local, _ = losses(network, batch, anchor)
+    drift, start = torch.linspace(-1, 1, network.size, **DOUBLE), network.weights.clone()
+    part = ProximalAscent(DynamicDual(0.2, quadratic=quadratic, direction_only=True), 0.7, "fixed")
+    rule = Method(part).plan(LocalRule(1.0, 1, layout=network.layout), {"weights": anchor}, {"drift": drift})
+    ours = -local_train(network, start, rule, [batch], F.cross_entropy).delta
+    expected = gradient(local, start + of_length(start - anchor + drift, 0.7))
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
+
+
 @NETWORKS
 def test_the_layer_radius_has_unit_norm_in_every_tensor(make):
     network, _, anchor = task(make)
@@ -262,19 +284,48 @@ def test_the_dim0_radius_has_unit_norm_over_the_outputs(make):
     assert not shape(torch.zeros_like(anchor), network.layout, "dim0").any()
 
 
+class Both(Part):
+    """A source with a term and a pull."""
+
+    def plan(self, rule, sent, memory):
+        return Proximal(0.6).plan(Distillation(3.0).plan(rule, sent, memory), sent, memory)
+
+
 @NETWORKS
 @pytest.mark.parametrize("form", ["A1", "A2", "A3", "A4", "A5", "A6"])
-def test_the_ablations_of_table_6_are_the_plain_computation(make, form):
+@pytest.mark.parametrize("source", [Distillation(3.0), Proximal(0.6), Both()])
+def test_the_ablations_of_table_6_are_the_plain_computation(make, form, source):
     network, batch, anchor = task(make)
-    local, proximal = losses(network, batch, anchor)
+    local, divergence = losses(network, batch, anchor)
+
+    def proximal(w):
+        kl = 0.0 if isinstance(source, Proximal) else divergence(w)
+        return kl + (0.0 if isinstance(source, Distillation) else 0.3 * (w - anchor).square().sum())
+
     w, rho, beta = network.weights.clone(), 0.7, 0.4
     along_p = w + of_length(gradient(proximal, w), rho)
     along_both = w + of_length(gradient(proximal, w) + gradient(local, w), rho)
     f, p = {"A1": (along_p, None), "A2": (w, along_p), "A3": (along_p, along_p), "A4": (along_both, along_both),
             "A5": (w, w), "A6": (along_p, w)}[form]  # fmt: skip
     expected = gradient(local, f) + (0 if p is None else beta * gradient(proximal, p))
-    ours = descent(AblatedAscent(Distillation(3.0), rho, "fixed", form=form, beta=beta), network, batch, anchor)
+    ours = descent(AblatedAscent(source, rho, "fixed", form=form, beta=beta), network, batch, anchor)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["A1", "A3", "A5"])
+@pytest.mark.parametrize("scope", ["all", "body"])
+def test_an_ablation_notes_the_angle_of_its_step_and_the_proximal_gradient_within_the_scope(form, scope):
+    network, batch, anchor = task(mlp)
+    _, proximal = losses(network, batch, anchor)
+    start, part = network.weights.clone(), AblatedAscent(Distillation(3.0), 0.7, "fixed", scope, form=form)
+    rule = LocalRule(1.0, 1, layout=network.layout, head=network.head, measures=["cosine"])
+    outcome = local_train(network, start, Method(part).plan(rule, {"weights": anchor}, {}), [batch], F.cross_entropy)
+    g, g_p = (within(network, x, scope) for x in (-outcome.delta, gradient(proximal, start)))
+    assert outcome.notes == {"cosine": pytest.approx(float(g @ g_p / (g.norm() * g_p.norm())), rel=1e-10)}
+    silent = Method(part).plan(LocalRule(1.0, 1, layout=network.layout), {"weights": anchor}, {})
+    assert local_train(network, start, silent, [batch], F.cross_entropy).notes == {}
+    nowhere = Method(part).plan(rule, {"weights": start}, {})  # at the global model g_p = 0 has no direction
+    assert local_train(network, start, nowhere, [batch], F.cross_entropy).notes == {}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -371,18 +422,78 @@ def test_a_frozen_head_stays_also_while_per_fedavg_looks_ahead():
     assert seen[1].any() and (network.weights - start).any()
 
 
-def test_fedsmoo_perturbs_by_rho_along_g_minus_dual_minus_s_and_integrates_it():
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("upload", ["dual", "less"])
+@pytest.mark.parametrize("crowd", ["active", "all"])
+def test_fedsmoo_perturbs_by_rho_along_g_minus_dual_minus_s_and_integrates_it(sign, upload, crowd):
     network, batch, anchor = task(mlp)
     local, _ = losses(network, batch, anchor)
-    w, dual, s = network.weights.clone(), 0.05 * anchor, 0.02 * anchor.flip(0)
-    rule = ConsensusAscent(0.3).plan(LocalRule(1.0, 2), {"perturbation": s}, {"dual": dual})
+    w, dual, s, told = network.weights.clone(), 0.05 * anchor, 0.02 * anchor.flip(0), 0.03 * anchor
+    part = ConsensusAscent(0.3, sign, crowd, upload)
+    memory = {"dual": dual, "told": told}
+    rule = part.plan(LocalRule(1.0, 2), {"perturbation": s}, memory)
     outcome = local_train(network, w, rule, [batch, batch], F.cross_entropy)
     for _ in range(2):
-        q = gradient(local, w) - dual - s
+        q = gradient(local, w) - dual + sign * s
         ascent = 0.3 * q / (q.norm() + 1e-7)
         w, dual = w - gradient(local, w + ascent), dual + ascent - s
     torch.testing.assert_close(outcome.carry["dual"], dual, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(network.weights, w, rtol=1e-12, atol=1e-12)
+    sent, kept = part.report(Upload(0, 1, 2, 1.0, 0.0, outcome.delta), {}, memory, outcome)
+    up = dual - ascent if upload == "less" else dual
+    before = {"active": 0.0, "all": told if upload == "less" else memory["dual"]}[crowd]
+    torch.testing.assert_close(sent["dual"], up - before, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(kept["dual"], dual, rtol=1e-12, atol=1e-12)
+    tells = crowd == "all" and upload == "less"  # only the change of μᵢ − ŝ goes up
+    assert part.first_memory(anchor).keys() == kept.keys() == ({"dual", "told"} if tells else {"dual"})
+    if tells:
+        torch.testing.assert_close(kept["told"], up, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("crowd", "total"), [("active", lambda s, u: u / 2), ("all", lambda s, u: s + u / 10)])
+def test_fedsmoos_server_sends_the_mean_dual_at_length_rho(crowd, total):
+    part = ConsensusAscent(0.3, crowd=crowd)
+    uploads = [Upload(i, 1 + i, 1, 0.1, 0.0, 0 * W, {"dual": MOVES[i]}) for i in range(2)]
+    move, state = part.merge(W, ServerView(W, W, 0, 10, {"mean_dual": MOVES[2]}), collect(uploads, "samples"))
+    mean = total(MOVES[2], MOVES[0] + MOVES[1])
+    assert torch.equal(move, W)
+    torch.testing.assert_close(state["mean_dual"], mean)
+    torch.testing.assert_close(state["perturbation"], 0.3 * mean / mean.norm(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("printed", [True, False])
+@pytest.mark.parametrize(("rho", "alpha"), [(0.05, 2.0), (0.05, 0.5), (1e3, 2.0)])
+def test_fedsmoo_of_the_slides_is_the_plain_computation(rho, alpha, printed):
+    """Two steps of one client; with the large radius no projection is active, and the μ that is printed stays."""
+    network, batch, anchor = task(mlp)
+    local, _ = losses(network, batch, anchor)
+    w, dual, s = network.weights.clone(), 0.05 * anchor, 0.02 * anchor.flip(0)
+    part, first = PrintedConsensus(rho, alpha, printed), dual.clone()
+    rule = part.plan(LocalRule(0.7, 2), {"perturbation": s}, {"dual": dual})
+    outcome = local_train(network, w, rule, [batch, batch], F.cross_entropy)
+    assert torch.equal(dual, first)
+    for _ in range(2):
+        wish = alpha * (gradient(local, w) - dual) - s
+        found = wish * min(1.0, rho / (float(wish.norm()) + 1e-7))
+        residual = found - (wish if printed else s)
+        w, dual = w - 0.7 * gradient(local, w + found), dual + residual / (2 * alpha)
+    torch.testing.assert_close(network.weights, w, rtol=1e-12, atol=1e-12)
+    sent, kept = part.report(Upload(0, 1, 2, 0.7, 0.0, outcome.delta), {}, {}, outcome)
+    torch.testing.assert_close(kept["dual"], dual, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sent["wish"], found - alpha * dual, rtol=1e-12, atol=1e-12)
+    assert torch.equal(dual, first) == (printed and rho == 1e3)
+
+
+@pytest.mark.parametrize("rho", [0.1, 1e3])
+def test_the_printed_server_projects_the_mean_of_what_the_rounds_clients_wish(rho):
+    part = PrintedConsensus(rho)
+    assert not part.first_state(W)["perturbation"].any() and not part.first_memory(W)["dual"].any()
+    uploads = [Upload(i, 1 + i, 1, 0.1, 0.0, 0 * W, {"wish": MOVES[i]}) for i in range(2)]
+    move, state = part.merge(W, ServerView(W, W, 0, 10), collect(uploads, "samples"))
+    mean = (MOVES[0] + MOVES[1]) / 2
+    assert torch.equal(move, W)
+    torch.testing.assert_close(state["perturbation"], mean * min(1.0, rho / float(mean.norm())), rtol=1e-5, atol=0)
+    assert torch.equal(part.broadcast(ServerView(W, W, 1, 10, state))["perturbation"], state["perturbation"])
 
 
 def test_fedsmoos_perturbation_has_length_rho_in_every_step():
@@ -398,15 +509,71 @@ def test_fedsmoos_perturbation_has_length_rho_in_every_step():
     assert lengths == pytest.approx([0.3] * 4, rel=1e-5)
 
 
+@NETWORKS
+@pytest.mark.parametrize(("eta", "biases"), [(0.2, False), (0.3, True), (0.0, True)])
+def test_fedasam_scales_the_ball_by_the_weights(make, eta, biases):
+    network, batch, anchor = task(make)
+    local, _ = losses(network, batch, anchor)
+    w, scale = network.weights.clone(), network.weights.abs() + eta
+    for name, view in network.layout.views(scale).items():
+        if name.endswith("bias") and not biases:
+            view.fill_(1.0)
+    g = gradient(local, w)
+    ascent = 0.4 * scale**2 * g / ((scale * g).norm() + 1e-7)
+    ours = descent(AdaptiveAscent(0.4, eta, biases), network, batch, anchor)
+    torch.testing.assert_close(ours, gradient(local, w + ascent), rtol=1e-11, atol=1e-12)
+
+
+def test_the_perturbations_of_several_clients_have_their_own_lengths():
+    rows = torch.stack([W, 3 * MOVES[0], 0 * W])
+    expected = torch.stack([0.5 * W / W.norm(), 0.5 * MOVES[0] / MOVES[0].norm(), 0 * W])
+    torch.testing.assert_close(along(rows, 0.5), expected, rtol=1e-6, atol=0)
+
+
+def test_a_frozen_head_is_frozen_beside_what_the_model_freezes():
+    frozen = torch.tensor([True, False, False, False])
+    rule = FrozenHead().plan(LocalRule(0.1, 1, head=slice(2, 4), frozen=frozen), {"weights": torch.ones(4)}, {})
+    assert rule.frozen.tolist() == [True, False, True, True]
+    assert frozen.tolist() == [True, False, False, False]
+
+
 def test_fedlesam_looks_back_to_the_model_that_the_client_saw_last():
     part, rule = LookbackAscent(0.5), LocalRule(0.1, 1)
     first, later = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([1.0, 5.0, 6.0])
     memory = part.first_memory(first)
+    assert part.first_state(first) == part.broadcast(ServerView(first, first, 0, 10)) == {}
+    assert part.merge(first, ServerView(first, first, 0, 10), ())[1] == {}
     assert not part.plan(rule, {"weights": first}, memory).carry["lookback"].any()
     upload, memory = part.report(Upload(0, 1, 1, 0.1, 0.0, first), {"weights": first}, memory, None)
     assert not upload.vectors
     lookback = part.plan(rule, {"weights": later}, memory).carry["lookback"]
     torch.testing.assert_close(lookback, 0.5 * torch.tensor([0.0, -3.0, -4.0]) / 5)
+
+
+def test_fedlesam_on_the_server_looks_back_to_the_last_round():
+    part = LookbackAscent(0.5, "server")
+    assert part.first_memory(W) == {} and torch.equal(part.first_state(W)["before"], W)
+    move, state = part.merge(MOVES[0], ServerView(W, W, 0, 10, part.first_state(W)), ())
+    sent = part.broadcast(ServerView(W + move, W + move, 1, 10, state))
+    torch.testing.assert_close(sent["back"], -MOVES[0])
+    lookback = part.plan(LocalRule(0.1, 1), {"weights": W, **sent}, {}).carry["lookback"]
+    torch.testing.assert_close(lookback, -0.5 * MOVES[0] / MOVES[0].norm(), rtol=1e-6, atol=0)
+    assert part.report(Upload(0, 1, 1, 0.1, 0.0, W), {"weights": W}, {}, None)[1] == {}
+
+
+def test_fedgfs_server_counts_the_divergent_rounds_of_its_window_and_looks_back():
+    part, clients = InterpolatedAscent(rho_server=0.2, threshold=1.0, window=3), range(2)
+    view, shares = ServerView(W, W, 0, 10, part.first_state(W)), []
+    for round, norms in enumerate([(3.0, 0.0), (1.0, 0.5), (0.5, 1.6), (1.0, 0.9), (0.2, 0.2)]):
+        sent = part.broadcast(view)
+        shares.append(float(sent["mix"]))
+        back = view["before"] - view.weights
+        torch.testing.assert_close(sent["ahead"], view.weights + 0.2 * back / (back.norm() + 1e-7))
+        uploads = [Upload(i, 1, 1, 0.1, 0.0, norms[i] * torch.tensor([0.6, -0.8], **DOUBLE)) for i in clients]
+        move, state = part.merge(MOVES[0], view, collect(uploads, "uniform"))
+        assert torch.equal(state["before"], view.weights)
+        view = ServerView(view.arrival(move), view.arrival(move), round + 1, 10, state)
+    assert shares == pytest.approx([0, 1, 1 / 2, 2 / 3, 1 / 3])
 
 
 def test_fedgf_takes_the_gradient_between_the_clients_and_the_servers_perturbation():
@@ -417,6 +584,134 @@ def test_fedgf_takes_the_gradient_between_the_clients_and_the_servers_perturbati
     ours = -local_train(network, w, rule, [batch], F.cross_entropy).delta
     own = w + 0.3 * gradient(local, w) / gradient(local, w).norm()
     torch.testing.assert_close(ours, gradient(local, 0.25 * anchor + 0.75 * own), rtol=1e-6, atol=1e-8)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Pulls, by hand
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quadratic", "pull", "decay", "spring"),
+    [
+        ("decay", lambda h, w: h - w, 1, 0), ("clipped", lambda h, w: h - w, 0, 1), ("none", lambda h, w: h, 0, 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("balanced", "penalty"), [(False, 0.3), (True, 0.3 / 1.6)])
+def test_feddyn_pulls_by_penalty_times_w_minus_global_plus_drift(quadratic, pull, decay, spring, balanced, penalty):
+    drift, rule = MOVES[0], LocalRule(0.1, 4, share=1.6)
+    rule = DynamicDual(0.3, balanced=balanced, quadratic=quadratic).plan(rule, {"weights": W}, {"drift": drift})
+    torch.testing.assert_close(rule.pull, penalty * pull(drift, W))
+    assert (rule.decay, rule.spring) == pytest.approx((penalty * decay, penalty * spring))
+
+
+@pytest.mark.parametrize("dual", ["all", "active"])
+def test_feddyns_drifts_grow_by_gain_times_the_moves(dual):
+    part, uploads, drifts = DynamicDual(0.3, dual, gain=0.7), [], []
+    for client, samples in enumerate((30, 10)):
+        outcome = Outcome(MOVES[client], 0.0, LocalRule(0.1, 4), {}, {})
+        upload = Upload(client, samples, 4, 0.1, 0.0, MOVES[client])
+        upload, kept = part.report(upload, {"weights": W}, {"drift": MOVES[2]}, outcome)
+        torch.testing.assert_close(kept["drift"], MOVES[2] + 0.7 * MOVES[client])
+        assert ("drift" in upload.vectors) == (dual == "active")
+        uploads.append(upload)
+        drifts.append(kept["drift"])
+    move, state = part.merge(0.5 * W, ServerView(W, W, 1, 10, {"mean_drift": MOVES[2]}), collect(uploads, "samples"))
+    mean = 0.75 * drifts[0] + 0.25 * drifts[1]
+    expected = MOVES[2] + 0.7 * (MOVES[0] + MOVES[1]) / 10 if dual == "all" else mean
+    torch.testing.assert_close(state["mean_drift"], expected)
+    torch.testing.assert_close(move, 0.5 * W + expected)
+
+
+def test_feddyn_as_a_direction_only_leaves_the_server_alone():
+    part = DynamicDual(0.3, direction_only=True)
+    assert part.first_state(W) == {}
+    move, state = part.merge(W, ServerView(W, W, 0, 10), ())
+    assert torch.equal(move, W) and state == {}
+
+
+@pytest.mark.parametrize(
+    ("division", "divisor"), [("steps", 4 * 0.155), ("momentum", 0.155 * (4 - 0.5 * (1 - 0.5**4) / 0.5) / 0.5),
+                              ("common", 7 * 0.9)],
+)  # fmt: skip
+@pytest.mark.parametrize(("balanced", "share"), [(False, 1.0), (True, 1.6)])
+@pytest.mark.parametrize("direction_only", [False, True])
+def test_scaffolds_controls_are_the_mean_gradients_without_the_correction(
+    division, divisor, balanced, share, direction_only
+):
+    # η_k = 0.2 (1 − 0.6 k/4) has the mean 0.155.
+    part = ControlVariates(division, balanced, direction_only)
+    rule = LocalRule(0.2, 4, first_lr=0.9, typical_steps=7, momentum=0.5, share=1.6, lr_floor=0.4)
+    c, own, delta = MOVES
+    rule = part.plan(rule, {"controls": c}, {"control": own})
+    torch.testing.assert_close(rule.pull, c / share - own)
+    outcome = Outcome(delta, 0.0, rule, {}, {})
+    upload, kept = part.report(Upload(0, 1, 4, 0.2, 0.0, delta), {"controls": c}, {"control": own}, outcome)
+    new = -delta / divisor if direction_only else own - c / share - delta / divisor
+    torch.testing.assert_close(kept["control"], new)
+    torch.testing.assert_close(upload["control_change"], share * (new - own))
+    _, state = part.merge(W, ServerView(W, W, 0, 10, {"controls": c}), collect([upload, upload], "uniform", (0, 0)))
+    torch.testing.assert_close(state["controls"], c + 0.2 * share * (new - own))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# FedNTD, MOON and FedGMT
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@NETWORKS
+def test_fedntd_adds_the_divergence_over_the_classes_that_are_not_true_times_beta_tau_squared(make):
+    network, (x, y), anchor = task(make)
+    beta, tau, start = 0.6, 1.7, network.weights.clone()
+    others = torch.stack([torch.tensor([c for c in range(4) if c != label]) for label in y.tolist()])
+
+    def objective(w):
+        ours, theirs = (forward(network, v, x)[0].gather(1, others).div(tau).softmax(1) for v in (w, anchor))
+        kl = (theirs * (theirs.log() - ours.log())).sum(1).mean()
+        return F.cross_entropy(forward(network, w, x)[0], y) + beta * tau**2 * kl
+
+    ours = descent(NotTrueDistillation(beta, tau), network, (x, y), anchor)
+    torch.testing.assert_close(ours, gradient(objective, start), rtol=1e-11, atol=1e-12)
+
+
+@NETWORKS
+def test_moon_contrasts_the_features_with_the_global_and_the_clients_last_model(make):
+    network, (x, y), anchor = task(make)
+    mu, tau, start, previous = 0.7, 0.4, network.weights.clone(), anchor.flip(0)
+
+    def features(w):
+        body, views = network.module[:-1], network.layout.views(w)
+        return functional_call(body, {name: views[name] for name, _ in body.named_parameters()}, (x,))
+
+    def objective(w):
+        near, far = (torch.exp(F.cosine_similarity(features(w), features(v)) / tau) for v in (anchor, previous))
+        return F.cross_entropy(forward(network, w, x)[0], y) - mu * torch.log(near / (near + far)).mean()
+
+    part, sent, memory = ModelContrast(mu, tau), {"weights": anchor}, {"previous": previous}
+    rule = part.plan(LocalRule(1.0, 1), sent, memory)
+    outcome = local_train(network, start, rule, [(x, y)], F.cross_entropy)
+    torch.testing.assert_close(-outcome.delta, gradient(objective, start), rtol=1e-10, atol=1e-11)
+    _, kept = part.report(Upload(0, 1, 1, 1.0, 0.0, outcome.delta), sent, memory, outcome)
+    assert torch.equal(kept["previous"], anchor + outcome.delta) and torch.equal(part.first_memory(W)["previous"], W)
+
+
+@NETWORKS
+def test_fedgmt_adds_the_divergence_from_the_teacher_times_gamma_tau_squared(make):
+    network, batch, anchor = task(make)
+    local, proximal = losses(network, batch, anchor, tau=1.5)
+    rule = MovingTeacher(gamma=0.4, tau=1.5).plan(LocalRule(1.0, 1), {"weights": 0 * anchor, "teacher": anchor}, {})
+    start = network.weights.clone()
+    ours = -local_train(network, start, rule, [batch], F.cross_entropy).delta
+    expected = gradient(local, start) + 0.4 * 1.5**2 * gradient(proximal, start)
+    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_fedgmts_teacher_is_a_moving_average_of_the_new_global_models():
+    part, teacher = MovingTeacher(alpha=0.8), W
+    for state in served(part):
+        teacher = 0.8 * teacher + 0.2 * state.weights
+        torch.testing.assert_close(state["teacher"], teacher)
+        assert torch.equal(part.broadcast(state)["teacher"], state["teacher"])
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -613,6 +908,7 @@ def test_fedavgm_is_heavy_ball():
     for state, move in zip(served(ServerMomentum(0.9)), MOVES, strict=True):
         m = 0.9 * m + move
         w = w + m
+        assert ServerMomentum(0.9).broadcast(state) == {}
         torch.testing.assert_close(state.weights, w)
 
 
@@ -651,12 +947,44 @@ def test_swa_shows_the_mean_of_the_models_since_its_start():
         torch.testing.assert_close(part.evaluated(state), torch.stack(models[2:] if done > 2 else models[-1:]).mean(0))
 
 
-def test_swa_takes_every_second_model_if_told_so():
-    part = WeightAveraging(start=1, every=2)
-    models = [(state.weights, part.evaluated(state)) for state in served(part, [*MOVES, *MOVES])]
-    torch.testing.assert_close(models[1][1], models[0][0])
-    torch.testing.assert_close(models[2][1], models[2][0])
-    torch.testing.assert_close(models[5][1], (models[2][0] + models[4][0]) / 2)
+def test_swa_takes_every_third_model_if_told_so():
+    part = WeightAveraging(start=1, every=3)
+    states = list(served(part, [*MOVES, *MOVES, W]))
+    models, shown = [state.weights for state in states], [part.evaluated(state) for state in states]
+    expected = [models[0]] * 3 + [models[3]] * 3 + [(models[3] + models[6]) / 2]
+    torch.testing.assert_close(torch.stack(shown), torch.stack(expected))
+
+
+def test_the_active_model_is_where_the_clients_began_plus_their_average():
+    part, ahead = ActiveModel(), W + 1
+    view = ServerView(W, ahead, 0, 10, part.first_state(W))
+    assert torch.equal(part.evaluated(view), W)
+    uploads = collect([Upload(i, 3 - i, 1, 0.1, 0.0, MOVES[i]) for i in range(2)], "samples")
+    move, state = part.merge(W, view, uploads)
+    assert torch.equal(move, W)
+    shown = part.evaluated(ServerView(W, W, 1, 10, state))
+    torch.testing.assert_close(shown, ahead + 0.6 * MOVES[0] + 0.4 * MOVES[1])
+
+
+@pytest.mark.parametrize("by", ["uniform", "samples"])
+def test_all_models_have_the_mean_of_the_clients_last_ones(by):
+    part, sizes, rounds = AllModels(by), [1, 2, 3, 4], [[0, 1], [1, 3]]
+    memories = [part.first_memory(W) for _ in sizes]
+    view, weights = ServerView(W, W, 0, 4, part.first_state(W)), W
+    for round, cohort in enumerate(rounds):
+        uploads = []
+        for client in cohort:
+            delta, share = MOVES[round] * (client + 1), sizes[client] * 4 / sum(sizes)
+            outcome = Outcome(delta, 0.0, LocalRule(0.1, 1, share=share), {}, {})
+            upload = Upload(client, sizes[client], 1, 0.1, 0.0, delta)
+            upload, memories[client] = part.report(upload, {"weights": weights}, memories[client], outcome)
+            torch.testing.assert_close(memories[client]["last"], weights + delta)
+            uploads.append(upload)
+        _, state = part.merge(W, view, collect(uploads, "samples"))
+        view, weights = ServerView(weights, weights, round + 1, 4, state), weights + MOVES[2]
+        p = [size / sum(sizes) for size in sizes] if by == "samples" else [1 / 4] * 4
+        expected = sum(share * memory["last"] for share, memory in zip(p, memories, strict=True))
+        torch.testing.assert_close(part.evaluated(view), expected)
 
 
 def test_fedgloss_sends_a_point_uphill_and_steps_from_the_point_below():
@@ -684,8 +1012,8 @@ def test_fedcms_direction_is_the_mean_gradient_of_the_round():
     _, state = part.merge(0 * W, view, collect(uploads, "samples"))
     expected = -(0.75 * MOVES[0] / (5 * 0.1) + 0.25 * MOVES[1] / (2 * 0.1))
     torch.testing.assert_close(state["direction"], expected)
-    rule = part.plan(LocalRule(0.1, 1), part.broadcast(ServerView(W, W, 1, 10, state)), {})
-    assert rule.scale == 0.2
+    rule = part.plan(LocalRule(0.1, 1, scale=0.5), part.broadcast(ServerView(W, W, 1, 10, state)), {})
+    assert rule.scale == 0.1
     torch.testing.assert_close(rule.pull, 0.8 * expected)
 
 
@@ -697,7 +1025,9 @@ def walked(rule, drift=1.0):
     return float(w)
 
 
-@pytest.mark.parametrize("rule", [LocalRule(0.1, 7), LocalRule(0.1, 7, momentum=0.9), LocalRule(0.1, 7, decay=0.5)])
+@pytest.mark.parametrize(
+    "rule", [LocalRule(0.1, 7), LocalRule(0.1, 7, momentum=0.9), LocalRule(0.1, 7, decay=0.3, spring=0.2)]
+)
 def test_fednovas_normaliser_counts_what_a_unit_gradient_amounts_to(rule):
     upload = Upload(0, 1, rule.steps, rule.lr, 0.0, W)
     upload, _ = NormalisedAveraging().report(upload, {}, {}, Outcome(W, 0.0, rule, {}, {}))
@@ -706,7 +1036,7 @@ def test_fednovas_normaliser_counts_what_a_unit_gradient_amounts_to(rule):
     assert tau == pytest.approx(7 if rule.decay else a)
 
 
-@pytest.mark.parametrize("facts", [dict(), dict(momentum=0.9), dict(decay=0.5)])
+@pytest.mark.parametrize("facts", [dict(), dict(momentum=0.9), dict(decay=0.5), dict(decay=0.1, spring=0.3)])
 def test_fednova_averages_updates_per_step(facts):
     part, uploads, total, tau = NormalisedAveraging(), [], 0 * W, 0.0
     for client, (steps, samples) in enumerate([(3, 20), (8, 60), (5, 20)]):

@@ -115,8 +115,9 @@ class ServerAscent(Part):
         return {"pseudo_gradient": torch.zeros_like(weights)}
 
     def broadcast(self, server: ServerView) -> Vectors:
-        progress = min(server.round / self.ramp, 1.0) if self.ramp else 1.0
-        radius = self.start + (self.rho_server - self.start) * progress if self.ramp else self.rho_server
+        radius = self.rho_server
+        if self.ramp:
+            radius = self.start + (self.rho_server - self.start) * min(server.round / self.ramp, 1.0)
         return {"weights": server.start + along(server["pseudo_gradient"], radius)}
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:

@@ -1,0 +1,366 @@
+"""Break the mathematics on purpose, one place at a time, and see whether a test fails.
+
+    python benchmarks/mutation.py [--module parts/pulls.py] [--sample 100 --seed 0] [--jobs 2] [--results mutants.jsonl]
+
+A mutant is the package with one expression changed in the body of one function: a sign flipped, a term or an argument
+dropped, two operands swapped, a number or a condition changed, a statement left out. The tests run once, and it is
+noted which functions each of them calls. Then the process forks for every mutant. The child puts the changed code in
+place of the function's own and runs the tests that call it, the fast ones first, until one fails. A test that takes far
+longer than it did also kills the mutant.
+
+The results are JSON lines. A second call with the same file goes on where the first one ended, and tries the survivors
+again; so a first call may use few fast tests (`--tests`) and a second one all. Prints Markdown tables. Exits 1 if a
+mutant survives that is not in `EQUIVALENT`.
+"""
+
+import argparse
+import ast
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+
+import pytest
+import torch
+from _pytest.runner import runtestprotocol
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "fedflat"
+STEPS = [f"tests/test_{name}.py" for name in ("parts", "local", "chain", "oracles", "measures", "descent", "verify")]
+TESTS = {  # which tests belong to a module: those of every beginning of its path that is here
+    "parts/": STEPS,
+    "parts/privacy.py": ["tests/test_privacy.py"],
+    "parts/robust.py": ["tests/test_robust.py"],
+    "parts/uploads.py": ["tests/test_engine.py"],
+    "rule.py": STEPS,
+    "slope.py": STEPS,
+    "step.py": STEPS,
+    "kernels/": [*STEPS, "tests/test_group.py"],
+    "flatness/": ["tests/flatness", "tests/test_measures.py"],
+}
+COSTS = "asks for more than is needed, which only costs time or memory"
+EQUIVALENT = [  # mutants that compute the same: module, function, a part of the change, and the reason
+    ("parts/consensus.py", "ConsensusAscent.merge", "else GUARD → 1e-16", "a guard"),
+    ("parts/consensus.py", "ConsensusAscent.plan", "else {} → {'last': torch.zeros_like(memory['dual'])}", COSTS),
+    ("parts/server.py", "AdaptiveServer.merge", "square / torch.sign(v - square)", "a sign is its own inverse"),
+    ("parts/server.py", "WeightAveraging.merge", "done - self.start → self.start - done", "a multiple or not"),
+    ("parts/server.py", "WeightAveraging.evaluated", "else None → server['swa']", "before round 0 the average is w"),
+    ("parts/terms.py", "TopEigenvalue.plan", "start / start.norm() →", "the power iteration normalises it"),
+    ("parts/terms.py", "TopEigenvalue.plan", "generator=chance)", "another random start"),
+    ("parts/proximal.py", "ProximalStep.features", "False → True", COSTS),
+    ("parts/proximal.py", "ProximalStep.activations", "False → True", COSTS),
+    ("slope.py", "Slope._gradient", "→ self._chain and (not terms) and (not self._labels.is_floating_point())",
+     "without terms the loss is always asked for"),
+    ("parts/proximal.py", "ProximalStep.ascent", "→ self.anchor - slope.weights", "|w − w_g| is taken of it"),
+]  # fmt: skip
+
+OPPOSITE = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE, ast.GtE: ast.Lt,
+    ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+METHODS = {"add": "sub", "add_": "sub_", "sub_": "add_", "mul_": "div_", "div_": "mul_", "sum": "mean", "mean": "sum"}
+COMMUTATIVE = (
+    "addcmul_",
+    "max",
+    "min",
+    "maximum",
+    "minimum",
+    "zip",
+    "cosine_similarity",
+    "slope",
+)  # slope(q, c) moves by c q
+GUARD = 1e-5  # numbers below it only keep a division finite
+SKIPPED = ast.Raise | ast.Assert | ast.JoinedStr  # and annotations, decorators, defaults, docstrings and option()
+
+
+def changed(node: ast.AST, **fields: object) -> ast.AST:
+    """A copy of the node with other fields."""
+    other = copy(node)
+    for name, value in fields.items():
+        setattr(other, name, value)
+    return other
+
+
+def guards(node: ast.AST) -> bool:
+    """Whether a node only keeps a division finite or names a seed, so that to change it means little."""
+    match node:
+        case ast.Constant(float() as value):
+            return 0 < value < GUARD
+        case ast.Name(name):
+            return name.lower() == "guard"
+        case ast.BinOp(left, _, right):
+            return guards(left) or guards(right)
+        case ast.Call(ast.Attribute(_, "manual_seed")):
+            return True
+    return isinstance(node, ast.keyword) and node.arg == "strict"
+
+
+def variants(node: ast.AST) -> Iterator[ast.AST]:
+    """What a node may be changed into."""
+    match node:
+        case ast.BinOp(left, op, right):
+            if type(op) in OPPOSITE:
+                yield changed(node, op=OPPOSITE[type(op)]())
+            if isinstance(op, ast.Sub | ast.Div):
+                yield changed(node, left=right, right=left)
+            yield left
+            if isinstance(op, ast.Add | ast.Mult):
+                yield right
+        case ast.UnaryOp(ast.USub() | ast.Not() | ast.Invert(), operand):
+            yield operand
+        case ast.Compare(_, [op], _):
+            yield changed(node, ops=[OPPOSITE[type(op)]()])
+        case ast.BoolOp(_, values):
+            for value in values:
+                rest = [other for other in values if other is not value]
+                yield changed(node, values=rest) if len(rest) > 1 else rest[0]
+        case ast.IfExp(_, body, orelse):
+            yield body
+            yield orelse
+        case ast.If(test) if not isinstance(test, ast.Compare | ast.UnaryOp):
+            yield changed(node, test=ast.UnaryOp(ast.Not(), test))
+        case ast.Constant(bool() as value):
+            yield changed(node, value=not value)
+        case ast.Constant(int() | float() as value):
+            yield changed(node, value={0: 1, 1: 0}.get(value, 2 * value))
+        case ast.Call(function, arguments, keywords):
+            name = getattr(function, "attr", getattr(function, "id", ""))
+            if len(arguments) > 1 and name not in COMMUTATIVE and not isinstance(arguments[0], ast.Starred):
+                yield changed(node, args=[arguments[1], arguments[0], *arguments[2:]])
+            for keyword in [other for other in keywords if other.arg != "strict"]:
+                yield changed(node, keywords=[other for other in keywords if other is not keyword])
+                if keyword.arg == "alpha":
+                    minus = changed(keyword, value=ast.UnaryOp(ast.USub(), keyword.value))
+                    yield changed(node, keywords=[minus if other is keyword else other for other in keywords])
+            if isinstance(function, ast.Attribute) and name in METHODS:
+                yield changed(node, func=changed(function, attr=METHODS[name]))
+        case ast.Expr(ast.Call()):
+            yield ast.Pass()
+
+
+def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """The nodes that may be changed, each with the qualified name of the outermost function it stands in."""
+
+    def inside(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if not isinstance(child, ast.AST) or isinstance(child, SKIPPED):
+                    continue
+                if not guards(child):
+                    yield function, child
+                    yield from inside(child, function)
+
+    def outside(body: list[ast.stmt], path: str) -> Iterator[tuple[str, ast.AST]]:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                yield from outside(node.body, f"{path}{node.name}.")
+            elif isinstance(node, ast.FunctionDef):
+                yield from inside(node, path + node.name)
+
+    return outside(tree.body, "")
+
+
+class Exchange(ast.NodeTransformer):
+    """The tree with one node exchanged for another."""
+
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return ast.copy_location(self.new, node) if node is self.old else self.generic_visit(node)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: the `variant`-th of the `place`-th node of a module."""
+
+    module: str
+    function: str
+    line: int
+    column: int
+    change: str
+    place: int
+    variant: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.module}:{self.line}:{self.column} {self.function} {self.change}"
+
+    def code(self) -> dict[str, CodeType]:
+        """The functions of the changed module by their qualified names."""
+        tree = ast.parse((PACKAGE / self.module).read_text())
+        _, node = list(places(tree))[self.place]
+        tree = ast.fix_missing_locations(Exchange(node, list(variants(node))[self.variant]).visit(tree))
+        found, codes = [compile(tree, str(PACKAGE / self.module), "exec", dont_inherit=True)], {}
+        for code in found:
+            codes[code.co_qualname] = code
+            found += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        return codes
+
+    def install(self, functions: list[FunctionType]) -> None:
+        """Put the changed code in place of the function's own, whoever holds that function."""
+        codes, path = self.code(), str(PACKAGE / self.module)
+        for held in functions:
+            name = held.__code__.co_qualname
+            if held.__code__.co_filename == path and f"{name}.".startswith(f"{self.function}."):
+                held.__code__ = codes[name]
+
+
+def mutants(module: str) -> list[Mutant]:
+    """All mutants of a module but for those that compute the same."""
+    found = []
+    for place, (function, node) in enumerate(places(ast.parse((PACKAGE / module).read_text()))):
+        for variant, other in enumerate(variants(node)):
+            before, after = (" ".join(ast.unparse(ast.fix_missing_locations(x)).split()) for x in (node, other))
+            change = f"{before[:90]} → {after[:90]}"
+            mutant = Mutant(module, function, node.lineno, node.col_offset, change, place, variant)
+            same = [text for where, name, text, _ in EQUIVALENT if (where, name) == (module, function)]
+            if not any(text in change for text in same):
+                found.append(mutant)
+    return found
+
+
+class Laboratory:
+    """A pytest plugin that runs the tests once as they are, and then some of them on every mutant."""
+
+    def __init__(self, todo: list[Mutant], results: Path, jobs: int, slow: float) -> None:
+        self.todo, self.results, self.jobs, self.slow = todo, results, jobs, slow
+        self.files = {str(PACKAGE / mutant.module) for mutant in todo}
+        self.seconds: dict[pytest.Item, float] = {}
+        self.callers: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+        self.screen = os.fdopen(os.dup(2), "w")  # pytest captures the other one
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        for item in session.items:
+            self.observe(item)
+        self.screen.write(f"{len(self.seconds)} tests, {sum(self.seconds.values()):.0f} s of processor time\n")
+        self.screen.flush()
+        known = [held for held in gc.get_objects() if type(held) is FunctionType]
+        self.functions = [held for held in known if held.__code__.co_filename in self.files]
+        self.order = {item: place for place, item in enumerate(self.seconds)}
+        self.kills = torch.zeros(len(self.order)).share_memory_()
+        gc.freeze()  # so that children share this memory
+        running: dict[int, tuple[Mutant, int]] = {}
+        for mutant in self.todo:
+            items = self.callers[str(PACKAGE / mutant.module), mutant.function]
+            items = [item for item in items if self.seconds[item] <= self.slow]
+            # Those first that are fast or have killed others.
+            items.sort(key=lambda item: self.seconds[item] / (1 + float(self.kills[self.order[item]])))
+            if len(running) == self.jobs:
+                self.collect(running)
+            if (child := os.fork()) == 0:
+                self.experiment(mutant, items)
+            running[child] = mutant, len(items)
+        while running:
+            self.collect(running)
+        return True
+
+    def observe(self, item: pytest.Item) -> None:
+        """Run a test as it is, and note which functions it calls and how long it takes."""
+        called = set()
+        begun = time.process_time()
+        sys.settrace(lambda frame, *_: called.add((frame.f_code.co_filename, frame.f_code.co_qualname)))
+        reports = runtestprotocol(item, log=False, nextitem=item.session)
+        sys.settrace(None)
+        if any(report.failed for report in reports):
+            self.screen.write(f"{item.nodeid} fails as it is, and is left out\n")
+            return
+        self.seconds[item] = time.process_time() - begun
+        for key in called:
+            if key[0] in self.files:
+                self.callers[key].append(item)
+
+    def experiment(self, mutant: Mutant, items: list[pytest.Item]) -> None:
+        """In a child: end with 1 if a test fails, with 0 if none does; by the alarm if one never ends."""
+        try:
+            mutant.install(self.functions)
+            for item in items:
+                signal.alarm(60 + int(20 * self.seconds[item]))
+                if any(report.failed for report in runtestprotocol(item, log=False, nextitem=item.session)):
+                    self.kills[self.order[item]] += 1
+                    os._exit(1)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc(file=self.screen)
+            self.screen.flush()
+            os._exit(2)
+
+    def collect(self, running: dict[int, tuple[Mutant, int]]) -> None:
+        """Wait for one child and write down how it ended."""
+        child, status = os.wait()
+        mutant, tests = running.pop(child)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) > 1:
+            raise RuntimeError(f"{mutant.key} could not be tried")
+        record = {"key": mutant.key, **vars(mutant), "killed": status != 0, "tests": tests}
+        with self.results.open("a") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        if not status:
+            self.screen.write(f"survives: {mutant.key} ({tests} tests)\n")
+            self.screen.flush()
+
+
+def recorded(results: Path) -> dict[str, dict]:
+    """What the file says of each mutant, the last word counts."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    return {record["key"]: record for record in map(json.loads, lines)}
+
+
+def table(records: list[dict]) -> None:
+    counts = Counter((record["module"], record["killed"]) for record in records)
+    print("| module | mutants | killed | survived |\n|---|---|---|---|")
+    for module in sorted({record["module"] for record in records}):
+        killed, survived = counts[module, True], counts[module, False]
+        print(f"| {module} | {killed + survived} | {killed} | {survived} |")
+    for record in records:
+        if not record["killed"]:
+            print(f"{record['module']}:{record['line']} {record['function']}: {record['change']}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--module", action="append", help="such as parts/pulls.py; may be given several times")
+    parser.add_argument("--sample", type=int, help="so many mutants of each module, drawn at random")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--slow", type=float, default=5.0, help="leave out tests that take longer (seconds)")
+    parser.add_argument(
+        "--tests", nargs="+", help="other tests than those that belong to the modules, such as few fast ones"
+    )
+    parser.add_argument("--results", type=Path, default=Path("mutants.jsonl"))
+    options = parser.parse_args()
+    files = [path for start in TESTS for path in sorted(PACKAGE.glob(f"{start}*.py" if start.endswith("/") else start))]
+    modules = options.module or [str(path.relative_to(PACKAGE)) for path in files]
+    chosen = []
+    for module in modules:
+        found = mutants(module)
+        chosen += random.Random(options.seed).sample(found, min(options.sample or len(found), len(found)))
+    known = recorded(options.results)
+    todo = [mutant for mutant in chosen if not known.get(mutant.key, {"killed": False})["killed"]]
+    mapped = [test for start, some in TESTS.items() if any(m.startswith(start) for m in modules) for test in some]
+    tests = options.tests or list(dict.fromkeys(mapped))
+    if todo:
+        os.environ["PYTEST_XDIST_WORKER"] = "mutation"
+        torch.set_num_threads(1)
+        arguments = ["-qq", "--no-header", "--no-summary", "-p", "no:randomly", *(str(ROOT / test) for test in tests)]
+        pytest.main(arguments, plugins=[Laboratory(todo, options.results, options.jobs, options.slow)])
+    known = recorded(options.results)
+    records = [known[mutant.key] for mutant in chosen if mutant.key in known]
+    table(records)
+    return 0 if all(record["killed"] for record in records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
