@@ -46,6 +46,7 @@ def test_a_comparison_prints_every_value_progress_and_a_table(tmp_path):
     [
         (["run", "--method", "fedsoam"], 2, "did you mean fedsam?"),
         (["run", "--set", "local.lr=-1"], 2, "local.lr = -1"),
+        (["run", "--method", "nowhere:A"], 2, "method: nowhere:A: nowhere cannot be imported"),
         (["run", "nothing.toml"], 2, "nothing.toml: no such recipe file"),
         (["run", "--set", "data=cifar10"], 3, "cifar"),
         (["run", "--set", "data=cifar11"], 2, "did you mean cifar10?"),

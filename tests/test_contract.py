@@ -11,7 +11,8 @@ import torch
 from fedflat import Method, Part, option
 from fedflat.catalogue import CATALOGUE
 from fedflat.errors import RecipeError
-from fedflat.parts import ConsensusAscent, DynamicDual, LocalPrivacy
+from fedflat.methods import parse
+from fedflat.parts import ConsensusAscent, DynamicDual, LocalPrivacy, ProximalAscent
 
 
 def part(name: str = "Mine", **members: Any) -> Part:
@@ -125,3 +126,17 @@ def test_an_option_cannot_have_the_name_of_a_declaration():
 def test_only_parts_make_a_method(other):
     with pytest.raises(RecipeError, match="is not a part"):
         Method(other)
+
+
+def test_what_a_wrapper_wraps_must_be_a_part():
+    with pytest.raises(RecipeError, match="3 is not a part"):
+        Method(ProximalAscent(3))
+
+
+def test_a_module_that_fails_on_import_is_named(tmp_path, monkeypatch):
+    (tmp_path / "failing_part.py").write_text("raise RuntimeError('boom')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RecipeError, match=r"failing_part cannot be imported \(RuntimeError: boom\)"):
+        parse("failing_part:Mine")
+    with pytest.raises(RecipeError, match=r"my-package\.parts cannot be imported"):
+        parse("my-package.parts:Mine")

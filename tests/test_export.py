@@ -242,3 +242,9 @@ def test_the_command_lists_what_it_wrote_and_says_nothing_else(run, tmp_path):
     named = [line.split()[0] for line in done.stdout.splitlines()]
     assert {*named} == {f"out/{path.name}" for path in (tmp_path / "out").iterdir()}
     assert "out/model.onnx" in named
+
+
+def test_the_card_names_a_part_of_the_users_own(tmp_path):
+    run = finished(tmp_path / "own", "method=fedflat.parts:Ascent(rho=0.05) + man")
+    card = {path.name: path for path in export(run)}["README.md"].read_text("utf-8")
+    assert "- **fedflat.parts:Ascent**: a part of the user's own code." in card

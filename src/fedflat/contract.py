@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 from torch import Tensor
 
 from fedflat.errors import FedflatError, RecipeError
-from fedflat.parts.part import Part, Protection, Sight, Stage
+from fedflat.parts.part import Part, Protection, Sight, Stage, Wrapper
 from fedflat.parts.uploads import Upload
 from fedflat.rule import LocalRule, Vectors
 
@@ -25,6 +25,8 @@ def check_declared(part: object) -> None:
         if getattr(part, name) not in values:
             known = ", ".join(map(repr, values))
             raise RecipeError(f"method: {type(part).__name__}.{name} = {getattr(part, name)!r}: must be one of {known}")
+    if isinstance(part, Wrapper):
+        check_declared(part.part)
 
 
 def called(name: str, function: Callable[[], T], *given: Any) -> T:

@@ -17,7 +17,7 @@ from fedflat.observe import passes
 from fedflat.parts import Part
 
 HYPHEN = re.compile(r"(?<=[a-z])-(?=[a-z])")
-OWN = re.compile(r"\b([A-Za-z_][\w.]*):([A-Za-z_]\w*)")  # package.module:Name
+OWN = re.compile(r"\b([A-Za-z_][\w.-]*):([A-Za-z_]\w*)")  # package.module:Name
 Call = tuple[str, dict[str, Any]]
 Written = str | Mapping[str, Any] | Iterable[Any]
 
@@ -53,6 +53,8 @@ def own_part(path: str, options: Mapping[str, Any]) -> Part:
         found = getattr(import_module(module), name, None)
     except ImportError as error:
         raise RecipeError(f"method: {path}: {module} cannot be imported ({error})") from None
+    except Exception as error:  # whatever the user's module raises
+        raise RecipeError(f"method: {path}: {module} cannot be imported ({type(error).__name__}: {error})") from error
     if not (isinstance(found, type) and issubclass(found, Part)):
         raise RecipeError(f"method: {path} is not the class of a part (a subclass of fedflat.Part)")
     known = [f.name for f in fields(found) if f.init]

@@ -367,3 +367,9 @@ def test_cifar10_is_divided_as_fedsols_own_code_divided_it(name, kind, options):
     recorded = load_partition(RECORDED / f"fedsol-cifar10-{name}.npz")
     shards, _ = divide("fedsol", kind, labels, 100, 19940817, **options)
     assert sorted_lists(shards) == sorted_lists(recorded)
+
+
+def test_fedsols_lda_that_cannot_succeed_is_refused_before_it_is_drawn(monkeypatch):
+    monkeypatch.setattr("fedflat.federation.authors.LDA_DRAWS", 0)
+    with pytest.raises(SplitError, match="20 clients with min_size 10 need 200 samples but there are only 199"):
+        divide("fedsol", "lda", some_labels(199, 10), 20, 0, alpha=0.5)

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 
 app = typer.Typer(help="Flatness-aware federated learning.", no_args_is_help=True, add_completion=False)
-out, err = Console(), Console(stderr=True)
+# The path of a part, `package:A:`, is not meant as an emoji.
+out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 RecipeArgument = Annotated[
     str | None, typer.Argument(help="recipe file (TOML) or preset: smoo, sol, man; else the default")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fedflat.errors import RecipeError, SplitError
 from fedflat.federation.partition import check_options, require_samples
-from fedflat.federation.splits import SPLITS, Floats, Indices, Shards, pools, require
+from fedflat.federation.splits import SPLITS, Floats, Indices, Shards, pools, require, require_min_size
 
 Split: TypeAlias = Callable[..., Shards]
 MATCHED = 1000  # size of FedSoL's local test sets
@@ -115,6 +115,7 @@ def fedsol_lda(labels: Indices, clients: int, rng: RandomState, *, alpha: float,
     All is drawn again until everyone has `min_size` (10 in the authors' code); the classes stay shuffled from draw to
     draw. The authors' loop has no end; ours gives up.
     """
+    require_min_size(labels, clients, min_size)
     classes = pools(labels)
     for _ in range(LDA_DRAWS):
         held = np.zeros(clients, dtype=np.int64)

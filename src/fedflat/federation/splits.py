@@ -97,11 +97,7 @@ def lda(labels: Indices, clients: int, rng: Rng, *, alpha: float, min_size: int 
     Deviation: where the authors would repeat for ever, we stop after 200 draws (fewer if they would take more than five
     million variates) and lift the last one to `min_size` with samples of the largest clients.
     """
-    if len(labels) < clients * min_size:
-        raise SplitError(
-            f"lda: {clients} clients with min_size {min_size} need {clients * min_size} samples but there are only "
-            f"{len(labels)}; lower min_size to at most {len(labels) // clients}"
-        )
+    require_min_size(labels, clients, min_size)
     supply = _supply(labels)
     table = _lda_table(supply, clients, alpha, rng)
     for _ in range(min(200, 5_000_000 // table.size)):
@@ -160,6 +156,15 @@ def require(kind: str, samples: int, clients: int) -> None:
         raise SplitError(f"{kind}: there are no samples to divide")
     if samples < clients:
         raise SplitError(f"{kind}: {clients} clients but only {samples} samples; lower clients to at most {samples}")
+
+
+def require_min_size(labels: Indices, clients: int, min_size: int) -> None:
+    """Refuse an LDA that cannot give everyone `min_size` samples, however often it is drawn."""
+    if len(labels) < clients * min_size:
+        raise SplitError(
+            f"lda: {clients} clients with min_size {min_size} need {clients * min_size} samples but there are only "
+            f"{len(labels)}; lower min_size to at most {len(labels) // clients}"
+        )
 
 
 def pools(labels: Indices) -> Shards:

@@ -89,8 +89,9 @@ def _data(federation: Federation, recipe: Recipe) -> str:
 def _method(recipe: Recipe) -> str:
     lines = [f"`{recipe.method}`, every parameter with its value.", ""]
     for name in _terms(recipe):
-        entry = CATALOGUE[name]
-        lines.append(f"- **{name}**: {entry.idea}. {entry.paper}, *{entry.title}*.")
+        entry = CATALOGUE.get(name)
+        says = f"{entry.idea}. {entry.paper}, *{entry.title}*." if entry else "a part of the user's own code."
+        lines.append(f"- **{name}**: {says}")
     return "\n".join(lines)
 
 
