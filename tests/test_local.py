@@ -59,6 +59,13 @@ def test_pulls_decays_and_springs_of_several_parts_add_up():
     assert (rule.decay, rule.spring) == pytest.approx((0.5, 1.0))
 
 
+def test_a_blank_rule_has_the_facts_and_none_of_the_ingredients():
+    facts = LocalRule(0.1, 3, momentum=0.9, clip=1.0, share=1.5, seed=4, head=slice(1, 2))
+    rule = facts.with_pull(vectors(0)[0], 0.1, 0.2).with_term(lambda here: here.loss).with_ascent(Ascent(), s=None)
+    rule = replace(rule, scale=0.5, lr_floor=0.5, pairs=True, buffered=2)
+    assert vars(rule.blank()) == vars(facts)
+
+
 @pytest.mark.parametrize(
     ("fields", "direct", "plain"),
     [
