@@ -16,7 +16,7 @@ from fedflat.method import Method
 from fedflat.parts import ActivationNorm, Ascent, Distillation, LookbackAscent, Part, Proximal, ProximalAscent
 from fedflat.rule import LocalRule
 from fedflat.slope import Slope
-from fedflat.step import step, train
+from fedflat.step import corrected, step, train
 from fedflat.vector import Network
 
 D = 5
@@ -44,6 +44,49 @@ def test_the_clip_goes_around_what_its_mode_says(mode, expected):
     after = w.clone()
     step(after, g.clone(), None, rule)
     torch.testing.assert_close(after, w - 0.1 * expected(g, pull, w, 0.5, 0.31))
+
+
+@pytest.mark.parametrize("mode", ["loss_only", "official", "all"])
+def test_the_rows_of_a_matrix_are_clipped_one_by_one(mode):
+    rows = torch.stack(vectors(0, 1, 2)) * torch.tensor([[1.0], [5.0], [0.01]])
+    rule = LocalRule(0.1, 1, clip=0.5, clip_mode=mode)
+    g, _ = corrected(torch.zeros_like(rows), rows, rule)
+    torch.testing.assert_close(g, torch.stack([clip(row, 0.5) for row in rows]))
+
+
+def test_pulls_decays_and_springs_of_several_parts_add_up():
+    one, two = vectors(0, 1)
+    rule = LocalRule(0.1, 1).with_pull(one, 0.1, 0.2).with_pull(two, 0.4, 0.8)
+    torch.testing.assert_close(rule.pull, one + two)
+    assert (rule.decay, rule.spring) == pytest.approx((0.5, 1.0))
+
+
+def test_a_blank_rule_has_the_facts_and_none_of_the_ingredients():
+    facts = LocalRule(0.1, 3, momentum=0.9, clip=1.0, share=1.5, seed=4, head=slice(1, 2))
+    rule = facts.with_pull(vectors(0)[0], 0.1, 0.2).with_term(lambda here: here.loss).with_ascent(Ascent(), s=None)
+    rule = replace(rule, scale=0.5, lr_floor=0.5, pairs=True, buffered=2)
+    assert vars(rule.blank()) == vars(facts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "direct", "plain"),
+    [
+        (dict(), True, True),
+        (dict(weight_decay=0.1, decay=0.1, lr_floor=0.5), True, True),
+        (dict(momentum=0.9), True, False),
+        (dict(terms=(lambda here: here.loss,)), True, False),
+        (dict(clip=1.0), False, False),
+        (dict(scale=0.5), False, False),
+        (dict(spring=0.5), False, False),
+        (dict(pull=torch.zeros(D)), False, False),
+        (dict(ascent=Ascent(0.1)), False, False),
+        (dict(frozen=torch.zeros(D, dtype=torch.bool)), False, False),
+        (dict(pairs=True), False, False),
+    ],
+)
+def test_a_step_is_direct_or_plain_only_if_nothing_else_is_done(fields, direct, plain):
+    rule = LocalRule(0.1, 1, **fields)
+    assert (rule.direct, rule.plain) == (direct, plain)
 
 
 def test_momentum_is_that_of_torch():
@@ -158,6 +201,24 @@ def test_fedsol_on_the_head_runs_the_body_once_and_the_frozen_model_once(scope, 
     assert counts == {"body": body_passes, "head": 2, "frozen": 2}  # the frozen model's body and head, once each
 
 
+@pytest.mark.parametrize("scope", ["head", "all"])
+@pytest.mark.parametrize("source", [Distillation(3.0), Proximal(0.5)])
+def test_loss_and_terms_are_noted_at_w_also_where_the_gradient_is_taken_elsewhere(scope, source):
+    network, x, y = problem()
+    start = network.weights.clone()
+
+    def term(here):
+        here.note("size", here.logits.norm())
+        return 0.1 * here.logits.square().mean()
+
+    rule = LocalRule(0.1, 1, layout=network.layout, head=network.head).with_term(term)
+    rule = Method(ProximalAscent(source, 5.0, "fixed", scope)).plan(rule, {"weights": start + 0.1}, {})
+    outcome = train(network, start, rule, [(x, y)], F.cross_entropy)
+    logits = forward(network, start, x)
+    assert outcome.notes == {"size": pytest.approx(float(logits.norm()))}
+    assert outcome.loss == pytest.approx(float(F.cross_entropy(logits, y)))
+
+
 @pytest.mark.parametrize("decay", [0.0, 1e-2])
 def test_a_plain_step_of_a_chain_is_the_step_of_its_gradient(decay):
     """w ← w − η (∇ + decay · w), whether ∇ is written down or not."""
@@ -165,7 +226,7 @@ def test_a_plain_step_of_a_chain_is_the_step_of_its_gradient(decay):
     network = Network(nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)), torch.float64)
     start = network.weights.clone()
     batches = [(torch.randn(4, 5, dtype=torch.float64), torch.randint(0, 3, (4,))) for _ in range(3)]
-    rule = LocalRule(lr=0.2, steps=3, weight_decay=decay, lr_floor=0.5)
+    rule = LocalRule(lr=0.2, steps=3, weight_decay=decay, decay=3 * decay, lr_floor=0.5)
     at_once = train(network, start, rule, batches, F.cross_entropy)
     clipped = train(network, start, replace(rule, clip=1e9), batches, F.cross_entropy)
     assert rule.plain and not clipped.rule.plain

@@ -313,7 +313,7 @@ def test_the_ablations_of_table_6_are_the_plain_computation(make, form, source):
 
 
 @pytest.mark.parametrize("form", ["A1", "A3", "A5"])
-@pytest.mark.parametrize("scope", ["all", "body"])
+@pytest.mark.parametrize("scope", ["all", "head", "body"])
 def test_an_ablation_notes_the_angle_of_its_step_and_the_proximal_gradient_within_the_scope(form, scope):
     network, batch, anchor = task(mlp)
     _, proximal = losses(network, batch, anchor)
