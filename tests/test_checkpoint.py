@@ -218,7 +218,7 @@ def test_a_state_comes_back_to_the_bit_and_where_the_run_computes(tmp_path):
     save(Checkpoints(tmp_path, Recipe()), 7)
     kept = verified(tmp_path / "checkpoints/00000007.json")
     back = kept.state(state(0))
-    assert (back.round, back.weights.tolist(), back["control"].tolist()) == (7, [7.0] * 3, [-7.0] * 3)
+    assert (back.round, back.weights.tolist(), back.vectors["control"].tolist()) == (7, [7.0] * 3, [-7.0] * 3)
     assert kept.state(state(0, torch.zeros(3, device="meta"))).weights.is_meta
 
 

@@ -82,8 +82,8 @@ def feddc(penalty: float = 0.01) -> Method:
     return Method(DynamicDual(penalty, balanced=True, quadratic="clipped"), ControlVariates("common", balanced=True))
 
 
-def fedcm(mix: float = 0.1) -> Method:
-    return Method(ClientMomentum(mix))
+def fedcm(mix: float = 0.1, momentum_aware: bool = False) -> Method:
+    return Method(ClientMomentum(mix, momentum_aware))
 
 
 def fedadam(

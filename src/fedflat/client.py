@@ -204,7 +204,7 @@ class Worker:
             client=client,
             samples=problem.federation.samples(client),
             steps=rule.steps,
-            lr=rule.effective_lr,
+            lr=rule.mean_lr,
             loss=outcome.loss,
             delta=outcome.delta,
             notes={**outcome.notes, **self._noted(brief, client, outcome)},

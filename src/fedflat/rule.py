@@ -141,11 +141,6 @@ class LocalRule:
         return self.lr * (1 - (1 - self.lr_floor) * (self.steps - 1) / (2 * self.steps))
 
     @property
-    def effective_lr(self) -> float:
-        """The mean of the η_k with the effect of momentum: K times it is how far a gradient of length 1 would lead."""
-        return self.mean_lr if self.descent else self.mean_lr * self.effective_steps / self.steps
-
-    @property
     def effective_steps(self) -> float:
         """K, or with momentum β the sum of the weights with which the gradients enter Δ/η:
 

@@ -141,13 +141,14 @@ class ClientMomentum(Part):
 
     Δ⁰ = 0, so the first round's steps have the length α.
 
-    Deviations: each Δᵢ is divided by that client's own K, where the authors use one K for all; with local momentum,
-    which the authors do not have, K counts the effective steps, or Δᵗ would grow without bound.
+    Deviations: each Δᵢ is divided by that client's own K, where the authors use one K for all. They have no local
+    momentum. With it Δᵗ grows from round to round unless K counts the effective steps (`momentum_aware`).
     """
 
     sees = "each"
 
     mix: float = option(0.1, "share α of the client's own gradient", low=0, high=1, open_low=True)
+    momentum_aware: bool = option(False, "divide by the effective number of momentum steps")
 
     def first_state(self, weights: Tensor) -> Vectors:
         return {"direction": torch.zeros_like(weights)}
@@ -159,8 +160,9 @@ class ClientMomentum(Part):
         return replace(rule, scale=rule.scale * self.mix).with_pull((1 - self.mix) * sent["direction"])
 
     def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
-        _ = outcome.rule.effective_steps  # refuses an optimiser for which Δ/(K η) is not a mean gradient
-        return upload, {}
+        rule = outcome.rule
+        effective = rule.effective_steps  # refuses an optimiser for which Δ/(K η) is not a mean gradient
+        return (replace(upload, lr=rule.mean_lr * effective / rule.steps) if self.momentum_aware else upload), {}
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         weights = [-w / (u.steps * u.lr) for w, u in zip(uploads.weights, uploads, strict=True)]

@@ -21,8 +21,7 @@ Weighting = Literal["uniform", "samples"]
 class Upload:
     """What one client sends back, and what it keeps: `memory` stays with the client and never reaches a merge.
 
-    `steps` is K; `lr` is the mean learning rate with the effect of momentum, so that K · lr is how far a gradient of
-    length 1 would have taken the client.
+    `steps` is K, and `lr` the mean learning rate of the K steps.
     """
 
     client: int
