@@ -57,6 +57,8 @@ EQUIVALENT = [  # mutants that compute the same: module, function, a part of the
     ("parts/proximal.py", "ProximalStep.features", "False → True", COSTS),
     ("parts/proximal.py", "ProximalStep.activations", "False → True", COSTS),
     ("local.py", "Slope._sum", "parts[0] → torch.stack(parts).sum()", COSTS),
+    ("local.py", "Slope._sum", "1 → 0", COSTS),
+    ("local.py", "Slope.at_head", "self._kept.features is None → self._kept is None", "the head's scope has features"),
     ("local.py", "train", "if rule.momentum else None → torch.zeros_like(start)", COSTS),
     ("local.py", "step", "else [velocity] → [velocity]", "without momentum it is not looked at"),
     ("local.py", "corrected", "→ mode == 'all' or rule.frozen is not None", "adds zero"),
