@@ -60,6 +60,8 @@ EQUIVALENT = [  # mutants that compute the same: module, function, a part of the
     ("parts/proximal.py", "ProximalStep.features", "False → True", COSTS),
     ("parts/proximal.py", "ProximalStep.activations", "False → True", COSTS),
     ("slope.py", "Slope._sum", "parts[0] → torch.stack(parts).sum()", COSTS),
+    ("slope.py", "Slope._sum", "1 → 0", COSTS),
+    ("slope.py", "Slope.at_head", "self._kept.features is None → self._kept is None", "the head's scope has features"),
     ("step.py", "train", "if rule.momentum else None → torch.zeros_like(start)", COSTS),
     ("step.py", "step", "else [velocity] → [velocity]", "without momentum it is not looked at"),
     ("step.py", "corrected", "→ mode == 'all' or rule.frozen is not None", "adds zero"),

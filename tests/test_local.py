@@ -219,6 +219,30 @@ def test_loss_and_terms_are_noted_at_w_also_where_the_gradient_is_taken_elsewher
     assert outcome.loss == pytest.approx(float(F.cross_entropy(logits, y)))
 
 
+def test_a_step_notes_its_terms_once_however_often_it_looks_at_w():
+    network, x, y = problem()
+    noted = []
+
+    def term(here):
+        noted.append(here.at_w)
+        return here.logits.mean()
+
+    def twice(slope, carry):
+        slope(torch.ones_like(slope.weights))
+        return slope() + slope(), carry
+
+    rule = LocalRule(0.1, 2).with_term(term).with_ascent(twice)
+    train(network, network.weights.clone(), rule, [(x, y)] * 2, F.cross_entropy)
+    assert noted == [False, True, False] * 2
+
+
+def test_a_network_trains_in_training_mode():
+    network, x, y = problem()
+    network.module.eval()
+    train(network, network.weights.clone(), LocalRule(0.1, 1), [(x, y)], F.cross_entropy)
+    assert network.module.training
+
+
 @pytest.mark.parametrize("decay", [0.0, 1e-2])
 def test_a_plain_step_of_a_chain_is_the_step_of_its_gradient(decay):
     """w ← w − η (∇ + decay · w), whether ∇ is written down or not."""

@@ -65,6 +65,19 @@ def test_at_the_minimum_every_direction_rises_between_the_extreme_eigenvalues(qu
     assert found.largest > 0.5 * high
 
 
+def test_mean_error_and_largest_are_those_of_the_drawn_directions(quadratic):
+    objective, A, g = quadratic
+    chance, rises = torch.Generator().manual_seed(7), []
+    for _ in range(5):
+        u = torch.randn(6, generator=chance, dtype=torch.float64)
+        u = 0.3 * u / u.norm()
+        rises.append(float(g @ u + 0.5 * u @ A @ u))
+    found = average_sharpness(objective, rho=0.3, directions=5, seed=7)
+    mean = sum(rises) / 5
+    variance = sum((rise - mean) ** 2 for rise in rises) / 4
+    assert (found.mean, found.error, found.largest) == pytest.approx((mean, math.sqrt(variance / 5), max(rises)))
+
+
 def test_the_standard_error_falls_with_the_root_of_the_directions(quadratic):
     few, many = (average_sharpness(quadratic[0], directions=n).error for n in (100, 1600))
     assert few / many == pytest.approx(4, rel=0.25)
