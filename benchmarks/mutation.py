@@ -208,7 +208,7 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        return f"{self.module}:{self.line}:{self.column} {self.function} {self.change}"
+        return f"{self.module}:{self.line}:{self.column} {self.function} {self.change} ({self.variant})"
 
     def code(self) -> dict[str, CodeType]:
         """The functions of the changed module by their qualified names."""
