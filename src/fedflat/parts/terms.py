@@ -72,7 +72,8 @@ class ActivationTerm:
 class Distillation(Part):
     """Keep the global model's answers:  β KL( softmax(z_g/τ) ‖ softmax(z/τ) ), the mean over the batch.
 
-    z_g are the logits of the frozen global model on the same batch. As FedSoL's proximal loss, β and τ² cancel.
+    z_g are the logits of the frozen global model on the same batch. As the direction of FedSoL's perturbation its scale
+    does not matter; in the ablations that descend it too (A2 to A6) it enters as it stands here, without a factor τ².
     """
 
     tau: float = option(3.0, "temperature τ", low=0, open_low=True)
