@@ -138,3 +138,16 @@ def test_on_a_quadratic_everything_is_exact():
     hessian = Hessian(Objective(module, lambda z, y: 0.5 * (z - y).square().mean(), [(x, x[:, :1])]))
     expected = torch.linalg.eigvalsh(x.T @ x / 50).flip(0)
     torch.testing.assert_close(top_eigenvalues(hessian, k=3, tolerance=1e-12).values, expected[:3])
+
+
+def test_a_hessian_of_zeros_has_eigenvalues_of_zero_and_orthonormal_vectors():
+    class Flat:
+        size, dtype, products = 300, torch.float64, 0
+
+        def __matmul__(self, vector):
+            self.products += 1
+            return torch.zeros_like(vector)
+
+    top = top_eigenvalues(Flat(), k=3)
+    assert not top.values.any() and not top.residuals.any()
+    torch.testing.assert_close(top.vectors @ top.vectors.T, torch.eye(3, dtype=torch.float64))
