@@ -25,7 +25,8 @@ class Chain:
     def __init__(self, layers: list[nn.Linear]) -> None:
         pairs = [(layer.weight, layer.bias) for layer in layers]
         self._layers = [(weight.detach(), None if bias is None else bias.detach()) for weight, bias in pairs]
-        self._size = sum(w.numel() + (0 if b is None else b.numel()) for w, b in self._layers)
+        self._sizes = [tensor.numel() for pair in self._layers for tensor in pair if tensor is not None]
+        self._size = sum(self._sizes)
         self._one = torch.ones_like(self._layers[0][0][0, 0])
 
     def rows(self, weights: Tensor) -> Rows:
@@ -49,13 +50,12 @@ class Chain:
     def gradient(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The mean cross-entropy of a batch, and its gradient as a new flat vector."""
         loss, slopes = self._backward(inputs, labels)
-        flat, end = self._one.new_empty(self._size), 0
+        flat = self._one.new_empty(self._size)
+        places = iter(flat.split(self._sizes))
         for (weight, bias), (delta, h) in zip(self._layers, slopes, strict=True):
-            start, end = end, end + weight.numel()
-            torch.mm(delta.t(), h, out=flat[start:end].view(weight.shape))
+            torch.mm(delta.t(), h, out=next(places).view(weight.shape))
             if bias is not None:
-                start, end = end, end + bias.numel()
-                torch.sum(delta, 0, out=flat[start:end])
+                torch.sum(delta, 0, out=next(places))
         return loss, flat
 
     def descend(self, inputs: Tensor, labels: Tensor, lr: float, decay: float) -> Tensor:
