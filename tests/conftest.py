@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fedflat import Dataset, Federation, Samples, federate
+from fedflat import Dataset, Federation, Samples, federate, trusted
 
 # A busy machine must not fail a test: what an example may take is nobody's specification.
 settings.register_profile("fedflat", deadline=None)
@@ -27,6 +27,13 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 def one_thread() -> None:
     """The tests' networks are tiny: a second thread would only wait for the first."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test trusts code from outside for itself alone."""
+    monkeypatch.setattr(trusted, "_packages", set())
+    monkeypatch.setattr(trusted, "_anything", False)
 
 
 @pytest.fixture(scope="session")

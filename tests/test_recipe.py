@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedflat.errors import RecipeError
+from fedflat.errors import FedflatError, RecipeError
 from fedflat.recipe import PRESETS, Recipe, load, validated
 
 
@@ -68,7 +68,7 @@ def test_a_missing_file_is_named_with_the_nearest_preset():
         load("sool")
 
 
-def test_the_houses_hold_the_papers_settings():
+def test_the_presets_have_the_settings_of_the_papers():
     smoo, sol, man = (load(name) for name in ("smoo", "sol", "man"))
     assert (smoo.local.lr, smoo.local.momentum, smoo.local.weight_decay, smoo.local.clip) == (0.1, 0, 1e-3, 10)
     assert (smoo.server.sampling, smoo.server.average, smoo.local.lr_decay) == ("bernoulli", "uniform", 0.998)
@@ -95,3 +95,65 @@ def recipe_or_sentence(table):
         return validated(table)
     except RecipeError as error:
         return str(error)
+
+
+DEEP = "[" * 50_000 + "]" * 50_000
+HUGE = "1" + "0" * 5_000
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (f"seed = {DEEP}", r"mine\.toml: not valid TOML: it is nested too deeply"),
+        (f"seed = {HUGE}", r"mine\.toml: not valid TOML: Exceeds the limit"),
+        ("seed = 0x" + "f" * 9000, r"seed = 0xf*… \(9,002 characters\): does not fit into 64 bits"),
+        ("seed = 10000000000000000000000", "seed = 0x21e19e0c9bab2400000: does not fit into 64 bits"),
+        ("[local]\nbatch = 9223372036854775808", "local.batch = 0x8000000000000000: does not fit into 64 bits"),
+        ("[model]\nhidden = [99999999999999999999]", "model.hidden = 0x56bc75e2d630fffff: does not fit"),
+        ("[method]\nname = 'fedsam'\nrho = nan", "method.rho = nan: is not a number"),
+        ("[split]\nname = 'sizes'\nsizes = [1.0, nan]", "split.sizes = nan: is not a number"),
+        ("[data]\nmean = [nan]", "data.mean = nan: is not a number"),
+        (f"method = {'[' * 40 + ']' * 40}", "method: is nested too deeply"),
+        (".".join("a" * 100) + " = 1", "nested too deeply|there is no such field"),
+        ("method = '" + "fedavg + " * 2000 + "fedavg'", r"method: has 18,006 characters, and 10,000 are the most"),
+        ("preset = '" + "x" * 20_000 + "'", "preset"),
+        ("# " + "x" * 2**20, "has more than 1,048,576 bytes, too many for a recipe"),
+        ("local = 3\nseed = '" + "y" * 5000 + "'", r"seed = 'yyy.*… \(5,002 characters\)"),
+    ],
+)
+def test_extremes_end_in_one_sentence(tmp_path, text, sentence):
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(RecipeError, match=sentence) as caught:
+        load(tmp_path / "mine.toml")
+    assert len(str(caught.value)) < 30_000
+
+
+@pytest.mark.parametrize(
+    "override", [f"seed={DEEP}", f"seed={HUGE}", "seed=1e400", "local.lr=nan", ".".join("a" * 9999) + "=1"]
+)
+def test_so_do_extremes_on_the_command_line(override):
+    with pytest.raises(RecipeError):
+        load(None, [override])
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "sweep.toml"])
+@pytest.mark.parametrize("text", [f"a = {DEEP}", f"a = {HUGE}", "\xff", "a = "])
+def test_so_do_those_of_a_run_and_of_a_sweep(tmp_path, name, text):
+    from fedflat.runs import load_sweep, read_recipe
+
+    (tmp_path / name).write_text(text, "latin-1")
+    with pytest.raises(FedflatError, match=name):
+        read_recipe(tmp_path) if name == "recipe.toml" else load_sweep(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["fedavg + " * 900 + "fedavg", "+".join(["swa"] * 1000), "(" * 5000 + ")" * 5000, "-" * 9000 + "1", "x" * 10**6,
+     "fedsam(" + "[" * 3000 + "]" * 3000 + ")", "fedsam(" + "-" * 3000 + "1)", ["fedavg"] * 100, f"fedsam({HUGE})"],
+    ids=range(9),
+)  # fmt: skip
+def test_long_methods_end_in_one_sentence(method):
+    from fedflat.methods import parse
+
+    with pytest.raises(RecipeError, match=r"^method"):
+        parse(method)

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from fedflat import Dataset, Federation, FedflatError, Samples, train
-from fedflat.client import Problem
-from fedflat.cohort import draw_cohort
 from fedflat.engine.inline import Inline
-from fedflat.methods import parse
-from fedflat.parts import LookbackAscent
-from fedflat.personal import personalise
+from fedflat.local.rule import LocalRule
+from fedflat.methods.parser import parse
+from fedflat.methods.parts import LookbackAscent
+from fedflat.models.vector import Network
 from fedflat.recipe import Local, Server
-from fedflat.rule import LocalRule
-from fedflat.server import conduct, first_state
-from fedflat.store import Scratch
-from fedflat.vector import Network
+from fedflat.rounds.client import Problem
+from fedflat.rounds.cohort import draw_cohort
+from fedflat.rounds.server import conduct, first_state
+from fedflat.rounds.store import Scratch, _system
+from fedflat.runs.personal import personalise
 
 
 def normed():
@@ -40,14 +40,14 @@ def test_every_step_updates_the_batch_statistics_once(digits, method):
 
 
 def test_the_frozen_global_model_has_the_global_batch_statistics(digits):
-    problem = Problem(digits, Network(normed()), parse("fedntd"), Local(batch=0))
+    problem = Problem.of(digits, Network(normed()), parse("fedntd"), Local(batch=0))
     state, engine = first_state(problem), Inline(problem)
     seen, standing_at = [], problem.network.standing_at
     problem.network.standing_at = lambda weights, buffers: seen.append(buffers.clone()) or standing_at(weights, buffers)
     for _ in range(2):
         seen.clear()
         sent = state.buffers.clone()
-        state, _ = conduct(problem, Server(), state, engine, [0, 1])
+        state, _ = conduct(problem, state, engine, [0, 1])
         assert len(seen) == 2 and all(torch.equal(buffers, sent) for buffers in seen)
     engine.close()
 
@@ -111,7 +111,7 @@ def test_frozen_parameters_stay_where_they_are(digits):
 def test_frozen_parameters_stay_where_they_are_in_fine_tuning_too(digits):
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
     module[1].requires_grad_(False)
-    problem = Problem(digits, Network(module), parse("fedavg"), Local(weight_decay=0.1))
+    problem = Problem.of(digits, Network(module), parse("fedavg"), Local(weight_decay=0.1))
     before = module[1].weight.clone()
     assert personalise(problem, problem.network.weights.clone(), epochs=(1,), size=40)
     assert torch.equal(module[1].weight, before)
@@ -158,6 +158,7 @@ def test_the_servers_own_sums_do_not_depend_on_the_threads(digits):
 
 def test_shared_files_go_where_there_is_room_and_orphans_are_swept(tmp_path):
     (tmp_path / "fedflat-999999999-abc").mkdir()
+    (tmp_path / "fedflat-999999999-abc" / f"owner-{_system()}").touch()
     scratch = Scratch(1000, memory=tmp_path)
     assert scratch.path.parent == tmp_path
     assert [p.name for p in tmp_path.iterdir()] == [scratch.path.name]

@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import hashlib
 import io
 import json
 import os
@@ -19,10 +20,10 @@ from safetensors.torch import load_file
 import fedflat
 from fedflat import FedflatError, federate, train
 from fedflat.errors import RunError
-from fedflat.folder import read_model, write_whole
-from fedflat.prepare import prepare
 from fedflat.recipe import load
-from fedflat.run import execute
+from fedflat.runs.build import prepare
+from fedflat.runs.experiment import execute
+from fedflat.runs.folder import read_model, write_whole
 
 SOURCE = Path(fedflat.__file__).parent
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -68,7 +69,7 @@ def _dotted(node: ast.AST, known: dict[str, str]) -> str:
 
 def test_no_file_of_the_package_can_run_what_it_reads():
     files = sorted(SOURCE.rglob("*.py"))
-    assert SOURCE / "checkpoint.py" in files
+    assert SOURCE / "runs/checkpoint.py" in files
     assert {str(file): offences(file.read_text("utf-8")) for file in files} == {str(file): [] for file in files}
 
 
@@ -130,7 +131,11 @@ def test_the_bomb_would_go_off(tmp_path):
 
 def test_a_pickle_under_the_name_of_a_model_is_refused_and_does_not_run(tmp_path):
     train(federate("digits", "iid", 2), rounds=1, engine="inline", out=tmp_path, model_hidden=[8])
-    (tmp_path / "model.safetensors").write_bytes(pickle.dumps(Bomb(tmp_path / "fuse")))
+    bomb = pickle.dumps(Bomb(tmp_path / "fuse"))
+    (tmp_path / "model.safetensors").write_bytes(bomb)
+    with pytest.raises(FedflatError, match=r"model\.safetensors: is not the model that summary\.json describes"):
+        read_model(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"model_sha256": hashlib.sha256(bomb).hexdigest()}))
     with pytest.raises(FedflatError, match=r"model\.safetensors: not a readable safetensors file"):
         read_model(tmp_path)
     assert not (tmp_path / "fuse").exists()
@@ -150,8 +155,8 @@ outcome = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "crash.p
 
 
 def settle(folder, resume=False):
-    problem, recipe = prepare(load(None, TINY))
-    execute(problem, recipe, folder, resume=resume, warn=pytest.fail)
+    problem = prepare(load(None, TINY))
+    execute(problem, folder, resume=resume, warn=pytest.fail)
 
 
 class Disk:
@@ -227,19 +232,19 @@ def test_a_disk_that_fails_at_any_step_stops_the_run_in_one_sentence_and_loses_n
 ON_A_DISK = """
 import shutil, subprocess, sys
 from pathlib import Path
-from fedflat.checkpoint import verified
+from fedflat.runs.checkpoint import verified
 from fedflat.errors import RunError
-from fedflat.prepare import prepare
+from fedflat.runs.build import prepare
 from fedflat.recipe import load
-from fedflat.run import execute
+from fedflat.runs.experiment import execute
 
 def mount(options):
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(disk)], check=True)
 
 def attempt(*more):
-    problem, recipe = prepare(load(None, [*settings, *more]))
+    problem = prepare(load(None, [*settings, *more]))
     try:
-        execute(problem, recipe, disk / "run", resume=True)
+        execute(problem, disk / "run", resume=True)
     except RunError as error:
         print(error)
 

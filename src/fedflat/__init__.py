@@ -5,12 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedflat.errors import FedflatError
-    from fedflat.federation.augment import Augment
-    from fedflat.federation.datasets import Dataset, Samples
-    from fedflat.federation.federation import Federation, federate
-    from fedflat.method import Method
-    from fedflat.parts import Part, option
-    from fedflat.run import Result, train
+    from fedflat.federation import Augment, Dataset, Federation, Samples, federate
+    from fedflat.methods import Method, Part, option
+    from fedflat.runs import Result, train
+    from fedflat.trusted import trust
 
 __version__ = "0.1.0"
 
@@ -26,16 +24,15 @@ __all__ = [
     "federate",
     "option",
     "train",
+    "trust",
 ]
 
 _HOMES = {
     "fedflat.errors": ("FedflatError",),
-    "fedflat.federation.augment": ("Augment",),
-    "fedflat.federation.datasets": ("Dataset", "Samples"),
-    "fedflat.federation.federation": ("Federation", "federate"),
-    "fedflat.method": ("Method",),
-    "fedflat.parts": ("Part", "option"),
-    "fedflat.run": ("Result", "train"),
+    "fedflat.federation": ("Augment", "Dataset", "Federation", "Samples", "federate"),
+    "fedflat.methods": ("Method", "Part", "option"),
+    "fedflat.runs": ("Result", "train"),
+    "fedflat.trusted": ("trust",),
 }
 
 

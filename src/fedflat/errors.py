@@ -1,17 +1,17 @@
-"""What can go wrong by a user's hand, each kind with the exit code that the command line ends with."""
+"""User-facing errors, each with the exit code of the command line."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class FedflatError(Exception):
-    """A mistake that one sentence can name: what is wrong, where, and what to do about it."""
+    """Base class of user errors: one sentence says what is wrong, where, and what to do about it."""
 
     exit_code = 1
 
 
 class RecipeError(FedflatError):
-    """A recipe, an option or a method that cannot be: wrong name, wrong type, out of range, contradictory."""
+    """An invalid recipe, option or method: wrong name, wrong type, out of range, contradictory."""
 
     exit_code = 2
 
@@ -23,19 +23,19 @@ class DataError(FedflatError):
 
 
 class SplitError(FedflatError):
-    """A partition that these samples and clients do not allow."""
+    """A partition that is impossible with these samples and clients."""
 
     exit_code = 4
 
 
 class TrainingError(FedflatError):
-    """A round that could not be finished: a client that raised, or numbers that are no longer finite."""
+    """A round that could not be finished: a client raised, or numbers are no longer finite."""
 
     exit_code = 5
 
 
 class AwayError(TrainingError):
-    """Clients that a measurement needs are not there; training can go on without it."""
+    """Clients that a measurement needs are not connected; training can continue without it."""
 
 
 class RunError(FedflatError):
@@ -45,7 +45,7 @@ class RunError(FedflatError):
 
 
 class StoppedError(FedflatError):
-    """A run that was asked to stop by a signal, and has saved what it did; the exit code is the shell's for it."""
+    """A run that was stopped by a signal and has saved its progress; the exit code follows the shell's convention."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class StoppedError(FedflatError):
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
-    """A hint that ends an error message about an unknown name.
+    """Return a hint that ends an error message about an unknown name.
 
     >>> nearest("fedsoam", ["fedsam", "fedavg"])
     'did you mean fedsam?'
@@ -63,3 +63,27 @@ def nearest(wrong: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = get_close_matches(wrong.lower(), known, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def shortened(value: object, most: int = 80) -> str:
+    """Shorten a value for an error message.
+
+    >>> shortened("x" * 100, most=5)
+    'xxxxx… (100 characters)'
+    """
+    text = hex(value) if isinstance(value, int) else str(value)
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
+def printable(text: object, most: int = 300) -> str:
+    r"""Format an untrusted text as one short line without control characters, safe for terminals and logs.
+
+    >>> printable("\x1b[2Jgone\nand more"), printable("long" * 9, most=8)
+    ('�[2Jgone�and more', 'longlon…')
+    """
+    try:
+        line = str(text)
+    except ValueError:  # an integer with more digits than Python converts
+        line = f"a number of {text.bit_length()} bits" if isinstance(text, int) else type(text).__name__
+    cut = line if len(line) <= most else f"{line[: most - 1]}…"
+    return "".join(c if c.isprintable() else "�" for c in cut)

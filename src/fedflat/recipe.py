@@ -1,4 +1,4 @@
-"""A recipe: everything that an experiment depends on, as a validated table that prints every value in force."""
+"""Recipes: everything that an experiment depends on, as a validated table that prints every value in force."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from fedflat.errors import RecipeError, nearest
+from fedflat.errors import RecipeError, nearest, shortened
 
 PRESETS = ("default", "smoo", "sol", "man")
+LONGEST_FILE, LONGEST_TEXT, DEEPEST = 2**20, 10_000, 16  # bytes of a file, characters of a value, levels of tables
 Draws = Literal["fedflat", "fedsol", "fl-simulator", "fedman"]
+BufferPolicy = Literal["average", "local", "refuse"]
 
 
 class Section(BaseModel):
-    """A table of the recipe: no unknown fields, no silent conversion, unchangeable."""
+    """A table of the recipe: immutable, without unknown fields or silent conversions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Named(Section):
-    """A section that may also be written as a bare name: `data = "digits"`."""
+    """A section that can also be written as a bare name: `data = "digits"`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -71,7 +73,7 @@ class Split(Named):
     )
 
     def options(self) -> dict[str, Any]:
-        """What is set beside name, clients, seed and draws: the options of that split."""
+        """The options of the split: all fields except name, clients, seed and draws."""
         return self.model_dump(exclude={"name", "clients", "seed", "draws"}, exclude_none=True)
 
 
@@ -81,10 +83,10 @@ class Model(Named):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     name: str = Field("mlp", description="network, or package.module:Class; further fields are its options")
-    buffers: Literal["average", "local", "refuse"] = Field("average", description="batch-norm statistics")
+    buffers: BufferPolicy = Field("average", description="batch-norm statistics")
 
     def options(self) -> dict[str, Any]:
-        """The options handed to the network's constructor."""
+        """The options passed to the network's constructor."""
         return dict(self.model_extra or {})
 
 
@@ -104,7 +106,7 @@ class Local(Section):
 
 
 class Server(Section):
-    """The rounds."""
+    """The server's rounds: their number, cohorts and steps."""
 
     rounds: int = Field(30, ge=1, description="number of rounds")
     stop_loss: float | None = Field(
@@ -148,17 +150,25 @@ class Evaluation(Section):
 
 
 class Admission(Section):
-    """Which uploads are merged, and what becomes of a round in which some are not."""
+    """Which uploads are merged, and how a round continues without the others."""
 
     quorum: int = Field(1, ge=1, description="accepted clients below which a round is skipped")
     patience: int = Field(3, ge=1, description="skipped rounds in a row after which the run stops")
     failures: Literal["drop", "stop"] = Field(
         "drop", description="what a client that fails or is refused comes to: left out of its round, or the run stops"
     )
-    deadline: float = Field(0.0, ge=0, description="seconds that a client's turn may take; 0 = as long as it wants")
+    deadline: float = Field(
+        0.0, ge=0, description="seconds that a client's local round may take; 0 = as long as it wants"
+    )
     max_norm: float = Field(1e6, gt=0, description="largest ‖Δ‖ of a client")
     max_ratio: float = Field(0.0, ge=0, description="largest ‖Δ‖ in units of the cohort's median; 0 = any")
+    outlier: float = Field(
+        50.0, ge=0, description="largest ‖Δ‖ in units of the cohorts' running median, for a mean client; 0 = any"
+    )
     max_samples: int = Field(1_000_000_000, ge=1, description="largest number of samples that a client may claim")
+    max_share: float = Field(
+        10.0, ge=0, description="samples that count for a client of a deployment, in units of the median; 0 = all"
+    )
 
 
 class Checkpoint(Section):
@@ -170,7 +180,7 @@ class Checkpoint(Section):
 
 
 class Deployment(Section):
-    """What only a real deployment needs (docs/deployment.md)."""
+    """Settings of real deployments only (docs/deployment.md)."""
 
     nodes: int = Field(0, ge=0, description="connected clients to wait for before the first round; 0 = all of them")
     wait: float = Field(600.0, gt=0, description="seconds to wait for them")
@@ -178,10 +188,17 @@ class Deployment(Section):
     memory: Literal["refuse", "anew"] = Field(
         "refuse", description="a client whose memory is lost or stale: refused, or it begins with none"
     )
+    draws: Literal["secret", "recipe"] = Field(
+        "secret", description="cohorts and samples' order by each side's secret, or to rehearse by the recipe's seed"
+    )
+    misses: int = Field(3, ge=1, description="rounds in a row without a reply after which a client is asked less often")
+    metrics: int = Field(0, ge=0, le=65535, description="port of the server's /metrics for Prometheus; 0 = none")
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="address of this machine that it listens on")
+    log: Literal["text", "json"] = Field("text", description="the server's log: sentences, or a JSON object a line")
 
 
 class Engine(Named):
-    """Where the clients' turns run."""
+    """Where the clients' local rounds run."""
 
     name: Literal["auto", "inline", "pool", "ray"] = Field(
         "auto", description="this process, worker processes, or a Ray cluster"
@@ -195,7 +212,7 @@ class Engine(Named):
 
 
 class Recipe(Section):
-    """An experiment. Equal recipes give equal results to the bit on one kind of machine."""
+    """An experiment. Equal recipes give bit-identical results on one kind of machine."""
 
     seed: int = Field(0, ge=0, description="seed of everything drawn")
     method: Any = Field("fedavg", description="a name, a sum such as 'feddyn + man(0.15)', a table or a list")
@@ -220,7 +237,7 @@ class Recipe(Section):
         return [value] if isinstance(value, str) else value
 
     def essentials(self) -> dict[str, Any]:
-        """All that the numbers of a run depend on: not how many rounds, how often it is saved, or on how many cores."""
+        """All fields that a run's numbers depend on: not the number of rounds, the checkpoints or the cores."""
         where = {"engine": {"name", "workers", "address"}, "data": {"dir"}}
         aside = dict.fromkeys(("trackers", "checkpoint", "deployment"), True)
         return self.model_dump(exclude={"server": {"rounds", "stop_loss"}, **where, **aside})
@@ -236,9 +253,9 @@ SECTIONS = tuple(name for name, f in Recipe.model_fields.items() if isinstance(f
 
 
 def load(source: str | Path | None = None, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe from a file or a preset's name (without either: the default), with `section.field=value` on top.
+    """Load a recipe from a file or a preset (default: the default recipe) and apply `section.field=value` overrides.
 
-    A file may itself begin with `preset = "sol"` and state only what differs.
+    A file can itself begin with `preset = "sol"` and state only what differs.
 
     >>> load("sol", ["local.lr=0.05"]).local.lr
     0.05
@@ -248,7 +265,7 @@ def load(source: str | Path | None = None, overrides: Iterable[str] = ()) -> Rec
 
 
 def stacked(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> Recipe:
-    """The recipe of a table, which may name a preset to lie on, with others laid over it in turn."""
+    """Build a recipe from a table, which may name a preset as its base, and from further tables on top."""
     table = _preset(base.get("preset", "default"))
     for layer in ({name: value for name, value in base.items() if name != "preset"}, *layers):
         table = _merged(table, layer)
@@ -256,7 +273,7 @@ def stacked(base: Mapping[str, Any], *layers: Mapping[str, Any]) -> Recipe:
 
 
 def overridden(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
-    """A recipe that is complete, with `section.field=value` on top."""
+    """Apply `section.field=value` overrides to a complete recipe."""
     table = recipe.model_dump(exclude_none=True)
     for override in overrides:
         table = _merged(table, parsed_override(override))
@@ -264,11 +281,12 @@ def overridden(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
 
 
 def validated(table: Mapping[str, Any]) -> Recipe:
-    """The recipe that a table describes, or one sentence on what is wrong with it."""
+    """Validate a table and return its recipe, or raise one sentence that says what is wrong."""
+    _refuse_extremes(table)
     try:
         recipe = Recipe.model_validate(table)
     except ValidationError as error:
-        # A field of two types is reported once for each: one sentence a field is enough.
+        # A field with two types is reported once for each type: one sentence per field is enough.
         sentences = {tuple(found["loc"][:2]): _sentence(found) for found in reversed(error.errors())}
         raise RecipeError(" ".join("; ".join(reversed(sentences.values())).split())) from None
     if isinstance(recipe.server.cohort, float) and recipe.server.cohort > 1:
@@ -291,30 +309,69 @@ def validated(table: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
+def _refuse_extremes(table: Mapping[str, Any]) -> None:
+    """Refuse values that no field allows and that would overflow somewhere: NaN, huge numbers, deep nesting."""
+    left: list[tuple[str, Any, int]] = [("", table, 0)]
+    while left:
+        path, value, depth = left.pop()
+        name = path.removeprefix(".")
+        if depth > DEEPEST:
+            raise RecipeError(f"{shortened(name)}: is nested too deeply")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise RecipeError(f"{name} = {shortened(value)}: does not fit into 64 bits")
+        if isinstance(value, float) and math.isnan(value):
+            raise RecipeError(f"{name} = nan: is not a number")
+        if isinstance(value, str) and len(value) > LONGEST_TEXT:
+            raise RecipeError(f"{name}: has {len(value):,} characters, and {LONGEST_TEXT:,} are the most")
+        if isinstance(value, Mapping):
+            left += [(f"{path}.{shortened(key)}", inner, depth + 1) for key, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(path, inner, depth + 1) for inner in value]
+
+
 def _read(source: str | Path) -> dict[str, Any]:
     if str(source) in PRESETS:
         return {"preset": str(source)}
     try:
-        return tomllib.loads(Path(source).read_text("utf-8"))
+        return parsed(read_text(Path(source)), str(source))
     except FileNotFoundError:
         raise RecipeError(
             f"{source}: no such recipe file, and no preset of that name; {nearest(str(source), PRESETS)}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{source}: cannot be read ({error})") from None
+
+
+def read_text(path: Path) -> str:
+    """Read a text file, up to a size limit."""
+    with path.open("rb") as file:
+        content = file.read(LONGEST_FILE + 1)
+    if len(content) > LONGEST_FILE:
+        raise RecipeError(f"{path}: has more than {LONGEST_FILE:,} bytes, too many for a recipe")
+    return content.decode("utf-8")
+
+
+def parsed(text: str, source: str) -> dict[str, Any]:
+    """Parse TOML to a table; errors mention `source`."""
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{source}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise RecipeError(f"{source}: not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # such as a number with more digits than Python reads
+        raise RecipeError(f"{source}: not valid TOML: {shortened(error)}") from None
 
 
 def _preset(name: Any) -> dict[str, Any]:
-    if name == "none":  # for a recipe that is complete: what it leaves open stays open
+    if name == "none":  # for a complete recipe: missing values stay missing
         return {}
     if name not in PRESETS:
         raise RecipeError(f"preset = {name!r}: there is none of that name; {nearest(str(name), PRESETS)}")
     return tomllib.loads((resources.files("fedflat") / "presets" / f"{name}.toml").read_text("utf-8"))
 
 
-# What a section keeps when another name is put into it; the rest are options of the old name.
+# What a section keeps when its name changes; all other fields are options of the old name.
 LASTING = {
     "data": {"dir", "normalise", "crop", "crop_probability", "crop_fill", "flip", "cutout"},
     "split": {"clients", "seed", "draws"},
@@ -324,7 +381,7 @@ LASTING = {
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, section by section."""
+    """Merge `over` on top of `base`, section by section."""
     result = dict(base)
     for key, value in over.items():
         value = {"name": value} if key in LASTING and isinstance(value, str) else value
@@ -339,19 +396,23 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parsed_override(text: str) -> dict[str, Any]:
-    """`section.field=value` as a table."""
+    """Parse `section.field=value` to a table."""
     path, equals, value = text.partition("=")
     if not equals:
         raise RecipeError(f"--set {text}: write it as section.field=value, for example local.lr=0.05")
+    if path.count(".") > DEEPEST:
+        raise RecipeError(f"--set {shortened(text)}: there is no such field")
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
+        given = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        parsed = value.strip()
-    return nested(path.strip(), parsed)
+        given = value.strip()
+    except (RecursionError, ValueError):
+        raise RecipeError(f"--set {shortened(text)}: its value cannot be read") from None
+    return nested(path.strip(), given)
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
-    """A value under a dotted path.
+    """Return a table with a value under a dotted path.
 
     >>> nested("split.alpha", 0.1)
     {'split': {'alpha': 0.1}}
@@ -362,7 +423,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 def _sentence(error: ErrorDetails) -> str:
-    """What is wrong with which field. The path is cut there: below a field only its type's branches follow."""
+    """What is wrong with which field. The path is cut at the field: only branches of its type follow."""
     steps = [str(step) for step in error["loc"]]
     section, *inside = steps[: 2 if steps[0] in SECTIONS else 1]
     known = _fields(section) if inside else Recipe.model_fields
@@ -371,7 +432,7 @@ def _sentence(error: ErrorDetails) -> str:
         hint = nearest(name, known).replace("mean ", f"mean {section}." if inside else "mean ")
         return f"{path}: there is no such field; {hint}"
     meaning = f" ({known[name].description})" if known[name].description else ""
-    return f"{path} = {error['input']!r}: {error['msg'][0].lower() + error['msg'][1:]}{meaning}"
+    return f"{path} = {shortened(repr(error['input']))}: {error['msg'][0].lower() + error['msg'][1:]}{meaning}"
 
 
 def _fields(section: str) -> dict[str, FieldInfo]:

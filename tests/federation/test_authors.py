@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedflat.errors import FedflatError, RecipeError, SplitError
-from fedflat.federation.authors import HOUSES, _class_of, divide
+from fedflat.federation.authors import DRAWS, _class_of, divide
 from fedflat.federation.datasets import Dataset, Samples
-from fedflat.federation.federation import federate
 from fedflat.federation.partition import load as load_partition
+from fedflat.federation.population import federate
 from fedflat.recipe import load as recipe
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -316,7 +316,7 @@ def test_an_exhausted_class_costs_as_many_draws_as_it_takes(monkeypatch):
         ("fl-simulator", "pathological", {"classes": 11}, "from 1 to 10"),
         ("fedman", "pathological", {"classes": 2}, "no split 'pathological', only iid and dirichlet"),
         ("fedman", "dirichlet", {"alpha": 1.0, "refill": True}, "refill = false"),
-        ("fedman", "iid", {"stratified": True}, "equal classes"),
+        ("fedman", "iid", {"stratified": True}, "classes of equal size"),
         ("fedsol", "iid", {"stratified": True}, "unknown option 'stratified'"),
         ("fedsol", "lda", {}, "option 'alpha' is missing"),
         ("fedsol", "lda", {"alpha": 1e-4}, "times in a row"),
@@ -335,12 +335,12 @@ def test_a_seed_that_the_legacy_generator_cannot_take_is_refused():
         divide("fedsol", "iid", some_labels(20, 2), 2, 2**32)
 
 
-def test_the_recipe_of_each_house_has_its_authors_draws():
+def test_each_preset_has_its_authors_draws():
     for preset, draws in ("sol", "fedsol"), ("smoo", "fl-simulator"), ("man", "fedman"):
-        house = recipe(preset)
-        assert (house.split.draws, house.server.draws) == (draws, draws)
-        assert house.split.name in HOUSES[draws]
-        assert house.essentials()["split"]["draws"] == house.essentials()["server"]["draws"] == draws
+        made = recipe(preset)
+        assert (made.split.draws, made.server.draws) == (draws, draws)
+        assert made.split.name in DRAWS[draws]
+        assert made.essentials()["split"]["draws"] == made.essentials()["server"]["draws"] == draws
     assert recipe("default").split.draws == recipe("default").server.draws == "fedflat"
     assert recipe("sol", ["split=shards", "split.shards=2"]).split.draws == "fedsol"
 

@@ -79,10 +79,13 @@ def test_idx_cut_anywhere_is_refused(array, packed, data):
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (idx(np.zeros((2, 3), np.uint8)) + b"\0", "has 19 bytes .* asks for 18"),
+        (idx(np.zeros((2, 3), np.uint8)) + b"\0", "has more than the 6 bytes that its header"),
         (b"\0\0\x0d\1\0\0\0\1\0\0\0\0", "not an IDX file of bytes: it begins with 00 00 0d 01"),
         (b"", "begins with nothing"),
-        (b"\0\0\x08\3\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", "has 16 bytes where its header"),
+        (
+            b"\0\0\x08\3\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
+            "unpacks to 79,228,162,458,924,105,385,300,197,375 bytes",
+        ),
     ],
 )
 def test_idx_with_a_fault_is_named(tmp_path, content, fault):
@@ -243,7 +246,7 @@ def test_medmnist_joins_validation_to_training(tmp_path, colour):
 def test_npz_with_a_fault_is_named(tmp_path):
     path = tmp_path / "a.npz"
     np.savez(path, x=np.array([{"a": 1}], dtype=object))
-    with pytest.raises(DataError, match=r"a.npz cannot be read.*Object arrays"):
+    with pytest.raises(DataError, match=r"a.npz holds Python objects in x, which are pickled and not read"):
         formats.read_npz(path, ["x"])
     np.savez(path, x=np.zeros(1000))
     with pytest.raises(DataError, match=r"a.npz has no array y; it has x"):

@@ -1,9 +1,12 @@
 """The gap as moves of one layer's weights: what must hold exactly, and the authors' experiment in small."""
 
 import json
+import math
 import sys
 from dataclasses import asdict
+from fractions import Fraction
 from itertools import pairwise
+from operator import mul
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from torch.func import functional_call
 from fedflat.errors import DataError, RecipeError, TrainingError
 from fedflat.flatness import DIRECTIONS, pairs
 from fedflat.flatness.activities import SeenLayer, layers_of, patches
-from fedflat.flatness.duality import Pairing, dual_weights, duality
+from fedflat.flatness.duality import Pairing, _moments, dual_weights, duality
 
 both = pytest.mark.parametrize("direction", DIRECTIONS)
 
@@ -446,8 +449,8 @@ def broken():
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (asked("head"), RecipeError, "layer 'head' cannot be analysed; these can: 1"),
-        (asked("0", nn.Flatten()), RecipeError, "these can: none"),
+        (asked("head"), RecipeError, "layer 'head' cannot be analysed; choose one of: 1"),
+        (asked("0", nn.Flatten()), RecipeError, "choose one of: none"),
         (asked("0", nn.Sequential(nn.Conv2d(4, 4, 3, groups=2))), RecipeError, "'0' is a grouped convolution"),
         (asked("layer", Twice().double()), RecipeError, "'layer' runs 2 times"),
         (asked("1", limit=-1), RecipeError, "limit = -1: it must be at least 1, or 0 for all"),
@@ -489,3 +492,34 @@ def test_the_gap_of_a_trained_network_sits_in_few_directions():
     assert found.participation < len(found.contribution) / 3
     assert abs(sum(found.contribution[:36])) > 0.8 * found.paired_gap
     assert abs(found.drift) < 0.5 * found.fluctuation
+
+
+def test_chunks_are_as_large_as_the_budget_allows(monkeypatch):
+    """Layer "2" has 9 positions, 12 inputs and 4 outputs: 12 · (9 + 4) a pair, 9 · (12 + 4) a sample."""
+    here = SeenLayer(network("conv"), F.cross_entropy, "2")
+    for budget, room, rows in ((156_000, 1000, 43), (156 * 3 - 1, 2, 1), (155, 1, 1), (10**9, 6_410_256, 64)):
+        monkeypatch.setattr(sys.modules[SeenLayer.__module__], "BUDGET", budget)
+        assert (here.room(samples(3, 0)), here.rows(samples(3, 0), batch=25)) == (room, rows)
+
+
+def test_layers_are_the_trained_linear_maps_without_groups():
+    net = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1, groups=2), nn.GroupNorm(1, 4), nn.Conv2d(4, 2, 1))
+    net = net.extend([nn.Flatten(), nn.Linear(8, 3), nn.Linear(3, 3)])
+    net[5].weight.requires_grad_(False)
+    assert layers_of(net) == ["0", "3", "6"]
+    assert layers_of(nn.Linear(2, 2)) == [""]
+
+
+@pytest.mark.parametrize("far", [(0.0, 0.0), (1e9, 0.0), (0.0, 1e9), (-1e9, 1e9)])
+def test_correlations_do_not_suffer_from_means_that_are_large(far):
+    """Exact rational numbers are the oracle; without both means taken off, the digits of the deviations are lost."""
+    chance = torch.Generator().manual_seed(0)
+    w, g = (torch.randn(50, 1, generator=chance, dtype=torch.float64) + mean for mean in far)
+    g += w - far[0]
+    exact = [[Fraction(x) for x in values.flatten().tolist()] for values in (w, g)]
+    a, b = ([x - sum(values) / 50 for x in values] for values in exact)
+    covariance, *squares = (sum(map(mul, x, y)) / 50 for x, y in ((a, b), (a, a), (b, b)))
+    found = _moments(w, g)
+    assert found["correlation"] == pytest.approx([float(covariance) / math.sqrt(squares[0] * squares[1])], rel=1e-10)
+    assert found["sigma_w"] == pytest.approx([math.sqrt(squares[0])], rel=1e-10)
+    assert found["sigma_g"] == pytest.approx([math.sqrt(squares[1])], rel=1e-10)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedflat import Augment, Dataset, Federation, Samples, models
-from fedflat.client import Problem
 from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool
 from fedflat.errors import TrainingError
@@ -25,10 +24,11 @@ from fedflat.flatness import (
     top_eigenvalues,
     trace,
 )
-from fedflat.methods import parse
-from fedflat.recipe import Local, Server
-from fedflat.server import conduct, first_state
-from fedflat.vector import Network
+from fedflat.methods.parser import parse
+from fedflat.models.vector import Network
+from fedflat.recipe import Local
+from fedflat.rounds.client import Problem
+from fedflat.rounds.server import conduct, first_state
 
 # Batches of 64 hold the samples of several clients where the data are pooled, and never where they are not.
 PORTION = Portion(samples=300, seed=3, batch=64)
@@ -53,7 +53,7 @@ def normalised():
 
 
 def problem_of(federation, module, dtype=torch.float64, **settings):
-    return Problem(federation.to(dtype), Network(module, dtype), parse("fedavg"), Local(), **settings)
+    return Problem.of(federation.to(dtype), Network(module, dtype), parse("fedavg"), Local(), **settings)
 
 
 def inline(problem, state, question=None):
@@ -215,7 +215,7 @@ def test_a_pool_can_be_asked_and_trained_and_scored_in_turn(case):
         with start(problem, state, HessianProduct(PORTION)) as engine:
             for cohort in ([0, 3, 5], [1, 3]):
                 product = FederatedHessian(engine, state, problem, PORTION) @ probe(state)
-                state, _ = conduct(problem, Server(), state, engine, cohort)
+                state, _ = conduct(problem, state, engine, cohort)
             ends.append((state.weights, product, engine.score(state, "test", 100).loss))
     assert torch.equal(ends[0][0], ends[1][0])
     assert torch.equal(ends[0][1], ends[1][1])
@@ -291,7 +291,7 @@ def test_frozen_parameters_are_left_out_as_in_the_pooled_hessian(digits):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
     module[1].weight.requires_grad_(False)
-    problem = Problem(digits.to(torch.float64), Network(module, torch.float64), parse("fedavg"), Local())
+    problem = Problem.of(digits.to(torch.float64), Network(module, torch.float64), parse("fedavg"), Local())
     state, portion = first_state(problem), Portion(samples=200)
     with closing(Inline(problem, HessianProduct(portion))) as engine:
         federated, pooled = FederatedHessian(engine, state, problem, portion), Hessian(portion.pooled(problem))

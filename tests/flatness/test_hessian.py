@@ -1,5 +1,7 @@
 """The Hessian's products, spectrum and trace against dense float64 matrices."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -151,3 +153,131 @@ def test_a_hessian_of_zeros_has_eigenvalues_of_zero_and_orthonormal_vectors():
     top = top_eigenvalues(Flat(), k=3)
     assert not top.values.any() and not top.residuals.any()
     torch.testing.assert_close(top.vectors @ top.vectors.T, torch.eye(3, dtype=torch.float64))
+
+
+class Matrix:
+    """A dense symmetric matrix that shows only its products, and counts them."""
+
+    def __init__(self, dense):
+        self.dense, self.size, self.dtype, self.products = dense, len(dense), dense.dtype, 0
+
+    def __matmul__(self, vector):
+        self.products += 1
+        return self.dense @ vector
+
+
+def with_spectrum(values):
+    chance = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(len(values), len(values), generator=chance, dtype=torch.float64)).Q
+    return basis @ torch.diag(values) @ basis.T
+
+
+@pytest.mark.parametrize("k", [1, 6, 30])
+def test_any_number_of_eigenvalues_may_be_asked_for(k):
+    values = torch.linspace(-2, 5, 120, dtype=torch.float64).square()
+    top = top_eigenvalues(Matrix(with_spectrum(values)), k=k, tolerance=1e-10)
+    torch.testing.assert_close(top.values, values.sort(descending=True).values[:k])
+    torch.testing.assert_close(top.vectors @ top.vectors.T, torch.eye(k, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def test_an_operator_of_float32_gets_vectors_of_float32_and_gives_such_values():
+    dense = with_spectrum(torch.arange(100, dtype=torch.float64)).float()
+    top = top_eigenvalues(Matrix(dense), k=2)
+    assert top.values.dtype == top.vectors.dtype == torch.float32
+    torch.testing.assert_close(top.values, torch.tensor([99.0, 98.0]), rtol=1e-3, atol=0)
+
+
+def test_a_looser_tolerance_costs_fewer_products():
+    dense = with_spectrum(torch.linspace(0, 1, 200, dtype=torch.float64))
+    costs = [top_eigenvalues(Matrix(dense), k=3, tolerance=tolerance).products for tolerance in (1e-1, 1e-4, 1e-12)]
+    assert costs[0] < costs[1] < costs[2]
+
+
+def test_products_that_are_not_finite_give_eigenvalues_of_nan():
+    dense = torch.full((50, 50), float("nan"), dtype=torch.float64)
+    top = top_eigenvalues(Matrix(dense), k=4)
+    assert top.values.isnan().all() and top.values.dtype == torch.float64
+    torch.testing.assert_close(top.vectors, torch.eye(4, 50, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5])
+def test_a_matrix_that_is_hardly_larger_than_k_is_written_out(size):
+    values = torch.arange(size, dtype=torch.float64) - 1.5
+    matrix = Matrix(with_spectrum(values))
+    top = top_eigenvalues(matrix, k=4, tolerance=0.5)
+    torch.testing.assert_close(top.values, values.flip(0)[:4], rtol=1e-12, atol=1e-12)
+    assert top.products == size and float(top.residuals.max()) < 1e-12
+    assert top_eigenvalues(matrix, k=4).products == size, "only what this call spent"
+
+
+def test_the_seed_decides_where_lanczos_and_hutchinson_start():
+    matrix = Matrix(with_spectrum(torch.linspace(0, 1, 200, dtype=torch.float64)))
+    one, again, other = (top_eigenvalues(matrix, k=2, tolerance=0.1, seed=seed).values for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    assert trace(matrix, 3, seed=1) == trace(matrix, 3, seed=1) != trace(matrix, 3, seed=2)
+
+
+def test_the_error_of_two_probes_is_half_of_their_difference_and_of_one_unknown():
+    matrix = Matrix(with_spectrum(torch.linspace(-1, 3, 30, dtype=torch.float64)))
+    one, two = trace(matrix, probes=1), trace(matrix, probes=2)
+    second = 2 * two.mean - one.mean
+    assert two.error == pytest.approx(abs(one.mean - second) / 2) and two.error > 0
+    assert math.isnan(one.error) and (one.products, two.products) == (1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_eigenvalues_of_zero_have_the_operators_precision(dtype):
+    top = top_eigenvalues(Matrix(torch.zeros(40, 40, dtype=dtype)), k=3)
+    assert top.values.dtype == top.vectors.dtype == top.residuals.dtype == dtype
+
+
+class Spare(nn.Module):
+    """A linear map with a parameter that no output depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare, self.map = nn.Parameter(torch.ones(2)), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.map(x)
+
+
+def test_gauss_newton_is_zero_for_parameters_that_no_output_depends_on():
+    torch.manual_seed(0)
+    x, y, module = torch.randn(7, 3, dtype=torch.float64), torch.arange(7) % 2, Spare().double()
+    batches = [(x, y)]
+    v = torch.randn(10, dtype=torch.float64)
+    found = GaussNewton(Objective(module, F.cross_entropy, batches)) @ v
+    expected = dense_gauss_newton(module.map, batches) @ v[2:]
+    torch.testing.assert_close(found, torch.cat([torch.zeros(2, dtype=torch.float64), expected]))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv1d(1, 2, 3)])
+@pytest.mark.parametrize("operator", [Hessian, GaussNewton])
+def test_a_hinge_loss_of_a_linear_layer_has_no_curvature(layer, operator):
+    x = torch.ones(5, 1, 3) if isinstance(layer, nn.Conv1d) else torch.ones(5, 3)
+    objective = Objective(layer, lambda z, y: F.relu(9 - z).sum() / len(y), [(x, torch.zeros(5))])
+    assert torch.equal(operator(objective) @ torch.ones(8), torch.zeros(8))
+
+
+def test_a_convolution_whose_loss_is_linear_has_no_curvature():
+    objective = Objective(nn.Conv1d(1, 2, 3), lambda z, y: z.sum() / len(y), [(torch.ones(5, 1, 3), torch.zeros(5))])
+    assert torch.equal(objective.product(torch.ones(8)), torch.zeros(8))
+
+
+def test_gauss_newton_of_a_parameter_alone_that_no_output_depends_on():
+    objective = Objective(Spare(), F.cross_entropy, [(torch.ones(4, 3), torch.arange(4) % 2)])
+    assert torch.equal(GaussNewton(objective.of(["spare"])) @ torch.ones(2), torch.zeros(2))
+
+
+def test_gauss_newton_is_zero_where_a_loss_with_weights_of_its_own_is_linear_in_the_outputs():
+    own = torch.tensor([1.0, -2.0], requires_grad=True)
+    objective = Objective(nn.Linear(3, 2), lambda z, y: (z @ own).mean(), [(torch.ones(4, 3), torch.zeros(4))])
+    assert torch.equal(GaussNewton(objective) @ torch.ones(8), torch.zeros(8))
+
+
+def test_frozen_parameters_are_no_part_of_the_objective():
+    module = nn.Linear(3, 2)
+    module.bias.requires_grad_(False)
+    objective = Objective(module, F.cross_entropy, [(torch.ones(4, 3), torch.arange(4) % 2)])
+    assert (objective.size, list(objective.layout.shapes)) == (6, ["weight"])

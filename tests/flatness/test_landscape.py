@@ -237,13 +237,13 @@ def test_a_place_that_is_not_there_gives_one_sentence(quadratic, tmp_path):
 @pytest.mark.parametrize(
     ("directions", "options", "sentence"),
     [
-        (torch.zeros(3, 6), {}, "3 directions given; one makes a curve and two make a surface"),
+        (torch.zeros(3, 6), {}, "3 directions given; give one for a curve or two for a surface"),
         ([], {}, "0 directions given"),
         ([torch.zeros(5)], {}, r"a direction has shape \(5,\); for this model it must be \(6,\)"),
         (torch.zeros(6), {}, "6 directions given"),
         (torch.zeros(1, 6), {"span": 0.0}, "span is 0.0; it must be a positive number"),
         (torch.zeros(1, 6), {"span": math.nan}, "span is nan"),
-        (torch.zeros(1, 6), {"points": 2}, "points is 2; at least 3"),
+        (torch.zeros(1, 6), {"points": 2}, "points is 2; it must be at least 3"),
     ],
 )
 def test_a_wrong_request_is_named(directions, options, sentence, quadratic):
@@ -252,5 +252,38 @@ def test_a_wrong_request_is_named(directions, options, sentence, quadratic):
 
 
 def test_one_eigenvector_is_no_plane(quadratic):
-    with pytest.raises(RecipeError, match="one eigenvector spans no plane"):
+    with pytest.raises(RecipeError, match="one eigenvector does not span a plane"):
         eigen_plane(top_eigenvalues(Hessian(quadratic[0]), k=1))
+
+
+class Trap:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_file_with_pickled_objects_is_refused_before_any_of_them_is_made(tmp_path):
+    axes, trap = np.linspace(-1, 1, 3)[None], np.array([Trap(tmp_path / "sprung")], dtype=object)
+    np.savez(tmp_path / "planted.npz", axes=axes, values=trap, centre=1.0)
+    with pytest.raises(RunError, match=r"planted\.npz: not a landscape file"):
+        Landscape.load(tmp_path / "planted.npz")
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64])
+@pytest.mark.parametrize("wrong", ["axes", "values", "centre"])
+def test_a_file_with_other_numbers_than_float64_is_refused(kind, wrong, tmp_path):
+    content = {"axes": np.array([[-1.0, 0.0, 1.0]]), "values": np.ones(3), "centre": np.array(1.0)}
+    np.savez(tmp_path / "other.npz", **content | {wrong: content[wrong].astype(kind)})
+    with pytest.raises(RunError, match=r"other\.npz: its values do not fit its axes"):
+        Landscape.load(tmp_path / "other.npz")
+
+
+def test_a_file_whose_axes_have_a_dimension_too_many_is_refused(tmp_path):
+    np.savez(tmp_path / "deep.npz", axes=np.array([[[-1.0], [0.0], [1.0]]]), values=np.ones((3, 1)), centre=1.0)
+    with pytest.raises(RunError, match=r"deep\.npz: its values do not fit its axes"):
+        Landscape.load(tmp_path / "deep.npz")

@@ -269,7 +269,7 @@ def test_an_objective_of_some_weights_has_their_layers_only():
     module = NETS["relu"]().double()
     f = objective(module, *samples(0))
     assert [layer.name for layer in layers(f.of(["3.weight"]), products=3)] == ["3"]
-    with pytest.raises(RecipeError, match=r"no weight of an nn\.Linear or nn\.Conv2d"):
+    with pytest.raises(RecipeError, match=r"does not depend on the weight of any nn\.Linear or nn\.Conv2d"):
         layers(f.of(["3.bias"]))
     with pytest.raises(RecipeError, match="k = 0"):
         layers(f, k=0)
@@ -282,3 +282,15 @@ def test_the_module_is_left_as_it_was_and_the_seed_decides(case):
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert not any(m._forward_hooks for m in module.modules())
     assert first == again
+
+
+@pytest.mark.parametrize("margin", [5.0, 45.0, 57.0, 80.0])
+def test_nearly_saturated_samples_have_the_little_curvature_that_they_have(margin):
+    """Two classes have λ_max = 2 p (1 − p); from a margin of about 45 on its square is no float32 any more."""
+    module = nn.Linear(2, 2, bias=False)
+    nn.init.eye_(module.weight)
+    x, y = torch.tensor([[margin, 0.0], [1.0, 0.0]]), torch.tensor([0, 0])
+    (layer,) = layers(Objective(module, F.cross_entropy, [(x, y)]), products=3)
+    p = torch.sigmoid(x[:, 0].double())
+    expected = (x[:, 0].double().square() * 2 * p * (1 - p)).mean()
+    assert layer.activity.bound == pytest.approx(float(expected), rel=1e-4)

@@ -139,3 +139,14 @@ def test_what_is_not_finite_becomes_null_in_json():
         "c": None,
         "d": "x",
     }
+
+
+def test_fewer_than_three_probes_still_give_hutch_plus_plus_the_three_that_it_needs(objective):
+    seen = spectrum(Hessian(objective), k=1, probes=2, seed=3)
+    assert seen.trace == trace(Hessian(objective), 2, seed=3)
+    assert seen.trace_plus_plus == hutch_plus_plus(Hessian(objective), 3, seed=3)
+
+
+def test_blocks_are_measured_without_biases_if_asked_for(objective):
+    found = measure(objective, k=1, probes=3, by_layer=True, bias=False).layers
+    assert found == layers(objective, bias=False) and not any(layer.bias for layer in found)

@@ -186,7 +186,35 @@ def test_a_zero_layer_leaves_no_capacity():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(RecipeError, match=r"model: no nn\.Linear or nn\.Conv2d"):
+    with pytest.raises(RecipeError, match=r"model: found no nn\.Linear or nn\.Conv2d"):
         capacity(nn.Sequential(nn.ReLU()), torch.zeros(1, 3))
-    with pytest.raises(DataError, match=r"sample: the model cannot take a batch of shape \(1, 2, 4, 4\)"):
+    with pytest.raises(DataError, match=r"sample: the model cannot process a batch of shape \(1, 2, 4, 4\)"):
         layer_norms(small(), torch.zeros(1, 2, 4, 4, dtype=torch.float64))
+
+
+def test_measuring_draws_nothing_from_torchs_own_generator():
+    net = small()
+    before = torch.get_rng_state()
+    layer_norms(net, IMAGES)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_layer_that_the_pass_does_not_go_through_is_left_out():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.spare, self.used = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.used(x)
+
+    assert [norms.name for norms in layer_norms(Half(), torch.zeros(1, 3))] == ["used"]
+
+
+@pytest.mark.parametrize("size", [8, 24])
+def test_a_padded_box_filters_norm_in_closed_form(size):
+    """It is T ⊗ T, T tridiagonal of ones, with the largest eigenvalue 1 + 2 cos(π/(n + 1)) and others near it."""
+    layer = nn.Conv2d(1, 1, 3, padding=1, bias=False)
+    nn.init.ones_(layer.weight)
+    expected = (1 + 2 * math.cos(math.pi / (size + 1))) ** 2
+    assert only(layer, 1, size, size).spectral == pytest.approx(expected, rel=1e-9)

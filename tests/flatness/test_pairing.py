@@ -66,3 +66,10 @@ def test_a_limit_draws_by_the_seed():
 def test_a_mistake_gives_one_sentence(options, error, sentence):
     with pytest.raises(error, match=sentence):
         pairs(**{"train": samples(9, 0), "test": samples(9, 1), **options})
+
+
+def test_classes_may_be_small_integers_and_samples_more_than_those_can_count():
+    labels = torch.zeros(300, dtype=torch.uint8)
+    inputs = torch.arange(300.0)[:, None]
+    found = pairs((inputs, labels), (inputs.flip(0), labels))
+    assert found.test.tolist() == list(range(299, -1, -1))

@@ -93,7 +93,7 @@ def test_directions_come_from_the_seed_alone(quadratic):
 def test_one_direction_has_no_standard_error_and_none_is_a_mistake(quadratic):
     one = average_sharpness(quadratic[0], directions=1)
     assert math.isnan(one.error) and one.mean == one.largest
-    with pytest.raises(RecipeError, match="directions: 0 gives nothing to average"):
+    with pytest.raises(RecipeError, match="directions: 0 is too few to average over"):
         average_sharpness(quadratic[0], directions=0)
 
 
@@ -177,3 +177,13 @@ def test_the_weights_stay_where_they_are_to_the_bit(relu):
     before = relu.weights
     ascent_sharpness(relu), adaptive_sharpness(relu), average_sharpness(relu, directions=3)
     assert torch.equal(relu.weights, before)
+
+
+def test_in_a_round_bowl_every_direction_rises_by_the_same():
+    """f(w) = ½‖w‖² rises by ρ²/2 from its minimum, to as many digits as the directions have."""
+    module = nn.Linear(6, 1, bias=False).double()
+    nn.init.zeros_(module.weight)
+    x = math.sqrt(6) * torch.eye(6, dtype=torch.float64)
+    found = average_sharpness(Objective(module, half_square, [(x, torch.zeros_like(x[:, :1]))]), rho=2.0, directions=9)
+    assert found.mean == pytest.approx(2.0, rel=1e-14) and found.largest == pytest.approx(2.0, rel=1e-14)
+    assert found.error < 1e-14

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from fedflat.errors import RecipeError
 from fedflat.flatness import Hessian, Objective, trace
-from fedflat.flatness.spectrum import density, hutch_plus_plus, quadrature
+from fedflat.flatness.spectrum import Density, density, hutch_plus_plus, quadrature
 
 seeds = st.integers(0, 10_000)
 
@@ -180,3 +180,54 @@ def test_the_hessian_of_a_convolutional_net():
     assert float(nodes[-1]) == pytest.approx(float(top[-1])) and float(nodes[0]) == pytest.approx(float(top[0]))
     estimate = hutch_plus_plus(hessian, products=60)
     assert abs(estimate.mean - float(dense.trace())) < 4 * estimate.error + 1e-9
+
+
+def test_it_stops_where_the_krylov_space_ends_though_the_diagonal_of_lanczos_is_zero():
+    """Half an eigenvector of −1 and half one of 1: every α is 0, and only β says how large the matrix is."""
+    matrix = with_eigenvalues([-1.0] * 4 + [1.0] * 5)
+    _, vectors = torch.linalg.eigh(matrix.dense)
+    nodes, weights = quadrature(matrix, vectors[:, 0] + vectors[:, -1], steps=9)
+    torch.testing.assert_close(nodes, torch.tensor([-1.0, 1.0], dtype=torch.float64))
+    torch.testing.assert_close(weights, torch.tensor([0.5, 0.5], dtype=torch.float64))
+
+
+def test_directions_are_drawn_in_the_operators_precision():
+    """Of the identity the one node is ‖v‖² = 1, as far as v has digits."""
+    found = density(Matrix(torch.eye(50, dtype=torch.float64)), steps=1, probes=3)
+    torch.testing.assert_close(torch.cat(found.nodes), torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-6, 1e6, 1e20])
+def test_where_the_krylov_space_ends_does_not_depend_on_the_scale(scale):
+    values = scale * torch.tensor([0.0] * 6 + [1.0, 5.0, 5.0], dtype=torch.float64)
+    nodes, weights = quadrature(with_eigenvalues(values), drawn(9, 1), steps=9)
+    expected = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64)
+    torch.testing.assert_close(nodes / scale, expected, rtol=1e-9, atol=1e-9)
+    assert float(weights.sum()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("products", [3, 4, 5, 6])
+def test_three_products_are_enough(products):
+    matrix = with_eigenvalues([2.0] + [0.0] * 9)
+    assert hutch_plus_plus(matrix, products=products).mean == pytest.approx(2, abs=1e-8)
+    assert matrix.products == products
+
+
+def test_a_density_counts_only_its_own_products():
+    matrix = with_eigenvalues(drawn(10, 0))
+    assert [density(matrix, steps=4, probes=2).products for _ in range(2)] == [8, 8]
+
+
+def test_moments_and_trace_of_two_probes_in_closed_form():
+    """First moments 2 and 5: their mean is 3.5, its standard error half of their difference."""
+    nodes, weights = ([1.0, 3.0], [5.0]), ([0.5, 0.5], [1.0])
+    nodes, weights = (tuple(torch.tensor(x, dtype=torch.float64) for x in some) for some in (nodes, weights))
+    found = Density(nodes, weights, size=10, products=3)
+    assert [found.moment(power) for power in (0, 1, 2)] == pytest.approx([1, 3.5, 15])
+    assert (found.trace.mean, found.trace.error, found.trace.products) == pytest.approx((35, 15, 3))
+
+
+def test_means_over_the_probes_have_the_digits_of_float64():
+    third = torch.tensor([1 / 3], dtype=torch.float64)
+    found = Density((third, third), (torch.ones_like(third),) * 2, size=1, products=2)
+    assert found.moment(1) == found.trace.mean == pytest.approx(1 / 3, rel=1e-15)

@@ -9,12 +9,12 @@ from torch import nn
 from torch.func import functional_call, hessian, jacrev
 
 from fedflat import Dataset, Federation, Samples
-from fedflat.client import Problem
 from fedflat.flatness import Objective, Portion, client_curvatures, curvature, theory
-from fedflat.flatness.theory import REST
-from fedflat.methods import parse
+from fedflat.flatness.theory import REST, BlockCurvature, Curvature, Theory, mean_over
+from fedflat.methods.parser import parse
+from fedflat.models.vector import Network
 from fedflat.recipe import Local
-from fedflat.vector import Network
+from fedflat.rounds.client import Problem
 
 SIZES = (4, 9, 17)
 
@@ -43,7 +43,7 @@ def problem():
     samples = Samples(x, torch.arange(len(x)) % 3)
     shards = tuple(torch.arange(len(x)).split(SIZES))
     federation = Federation(Dataset("tiny", samples, samples, 3, (), ()), shards, dtype=torch.float64)
-    return Problem(federation, Network(tiny(), torch.float64), parse("fedavg"), Local())
+    return Problem.of(federation, Network(tiny(), torch.float64), parse("fedavg"), Local())
 
 
 def dense(module, x, y, names):
@@ -105,7 +105,7 @@ def test_one_client_alone_makes_the_sum_over_clients_tight_and_one_layer_the_sum
     module = nn.Linear(6, 3).double()
     samples = Samples(torch.randn(10, 6, dtype=torch.float64), torch.arange(10) % 3)
     federation = Federation(Dataset("one", samples, samples, 3, (), ()), (torch.arange(10),), dtype=torch.float64)
-    found = theory(Problem(federation, Network(module, torch.float64), parse("fedavg"), Local()), Portion(0))
+    found = theory(Problem.of(federation, Network(module, torch.float64), parse("fedavg"), Local()), Portion(0))
     assert found.clients_sum == found.pooled.hessian
     assert found.pooled.blocks_sum == pytest.approx(found.pooled.gauss_newton)
     assert found.pooled.hessian == pytest.approx(found.pooled.gauss_newton, rel=1e-6)  # it is linear
@@ -129,3 +129,18 @@ def test_a_bound_without_curvature_to_bound_has_no_ratio():
     (block,) = curvature(saturated).blocks
     assert block.hessian == 0 and block.looseness is None
     assert math.isfinite(block.bound)
+
+
+def test_means_over_clients_count_their_samples():
+    clients = [Curvature(1, 4.0, 0.0, []), Curvature(3, 8.0, 0.0, [])]
+    assert Theory(clients[0], clients).clients_sum == (1 * 4.0 + 3 * 8.0) / 4
+    assert mean_over(clients, lambda client: client.gauss_newton) == 0
+    assert math.isnan(mean_over(clients, lambda client: None if client.samples == 1 else 2.0))
+
+
+@pytest.mark.parametrize(
+    ("bound", "hessian", "looseness"),
+    [(6.0, 1.5, 4.0), (0.5, 0.25, 2.0), (6.0, 0.0, None), (6.0, -1.0, None), (None, 1.5, None)],
+)
+def test_looseness_is_the_bound_in_units_of_what_it_bounds(bound, hessian, looseness):
+    assert BlockCurvature("", 1, hessian, 0.0, bound, None).looseness == looseness

@@ -6,13 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from fedflat.prepare import prepare, start_engine
 from fedflat.recipe import load
-from fedflat.run import execute
+from fedflat.runs.build import prepare, start_engine
+from fedflat.runs.experiment import execute
 
 LOOPBACK = Path(__file__).parents[2] / "benchmarks" / "loopback.py"
+# A rehearsal: both sides draw by the recipe's seed, so that a deployment has the simulator's bits.
 SMALL = ["model.hidden=[8]", "split.clients=4", "server.cohort=3", "server.rounds=3", "local.steps=2",
-         "engine.name=inline", "engine.group=1", "admission.deadline=10"]  # fmt: skip
+         "engine.name=inline", "engine.group=1", "admission.deadline=10", "deployment.draws=recipe"]  # fmt: skip
+POLICY = """
+code = ["batch_norm_net"]
+
+[answers]
+hessian = 1000
+min_samples = 1
+"""
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +43,7 @@ def simulated(tmp_path):
     """A function that runs a recipe in the simulator and gives the outcome."""
 
     def run(recipe, start=start_engine):
-        execute(*prepare(recipe), tmp_path / "here", start=start)
+        execute(prepare(recipe), tmp_path / "here", start=start)
         return outcome(tmp_path / "here")
 
     return run
@@ -48,11 +56,13 @@ def deployed(loopback, tmp_path):
     Called again, it goes on with what it finds, on new nodes.
     """
     from fedflat.flower import client_app
-    from fedflat.flower.server import serve
+    from fedflat.flower.service import serve
 
-    def run(recipe, grid=loopback.InProcess, data=None, source=None, changes="", **config):
+    def run(recipe, grid=loopback.InProcess, data=None, source=None, policy=POLICY, keys=None, **config):
+        (tmp_path / "policy.toml").write_text(policy)
+        config = {"policy": str(tmp_path / "policy.toml"), **config}
         nodes = grid(client_app(source or recipe, data), recipe.split.clients, **config)
-        serve(nodes, recipe, tmp_path / "out", data, changes)
+        serve(nodes, recipe, tmp_path / "out", data, keys)
         return outcome(tmp_path / "out")
 
     return run
@@ -67,7 +77,7 @@ def outcome(folder):
 
 @pytest.fixture
 def cut_in(loopback):
-    """A function that gives a grid on which the server dies as it sends the first brief of a round."""
+    """A function that gives a grid on which the server dies as it sends the first broadcast of a round."""
 
     def cut(round):
         class Cut(loopback.InProcess):

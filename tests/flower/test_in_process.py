@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from fedflat import Dataset, Samples
-from fedflat.errors import DataError, RunError, TrainingError
-from fedflat.prepare import gather, prepare
+from fedflat import Dataset, Samples, trusted
+from fedflat.errors import DataError, RecipeError, RunError, TrainingError
+from fedflat.runs.build import gather, prepare
 
 pytest.importorskip("flwr")
+changed = pytest.importorskip("fedflat.flower.service").changed
 pytestmark = pytest.mark.filterwarnings("ignore")
 METHODS = ("fedavg", "scaffold", "fedsmoo", "fedsol", "feddyn + man(0.1)")
 BATCH_NORM = """
@@ -31,6 +32,7 @@ def test_model_and_records_equal_the_simulators_to_the_bit(deployed, method, sma
 def test_so_do_those_of_a_model_with_batch_norm(deployed, tmp_path, monkeypatch, buffers, small, simulated):
     (tmp_path / "batch_norm_net.py").write_text(BATCH_NORM)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(trusted, "_packages", {"batch_norm_net"})
     recipe = small("model=batch_norm_net:Net", f"model.buffers={buffers}")
     assert deployed(recipe) == simulated(recipe)
 
@@ -57,13 +59,13 @@ def test_a_data_hook_that_gives_the_splits_samples_changes_nothing(deployed, sma
 
 
 def test_each_side_knows_a_clients_share_of_all_samples(small):
-    from fedflat.flower.own import NOBODY, own_problem
+    from fedflat.flower.own import NOBODY, own_problem, with_sizes
 
     recipe = small()
     whole = gather(recipe)
     sizes = {client: whole.samples(client) for client in range(4)}
     everyone = sum(sizes.values())
-    server = own_problem(recipe, NOBODY, everyone, own_samples(recipe), sizes).federation
+    server = with_sizes(own_problem(recipe, NOBODY, 1, own_samples(recipe)), sizes).federation
     for client in range(4):
         own = own_problem(recipe, client, everyone, own_samples(recipe)).federation
         assert own.share(client) == server.share(client) == whole.share(client)
@@ -78,11 +80,22 @@ def test_the_sharpness_that_clients_measure_is_the_simulators(deployed, small, s
     assert here[1][0]["lambda1"] > 0
 
 
-def test_changes_for_one_run_reach_both_sides(deployed, tmp_path, small, simulated):
+def test_what_clients_measure_on_their_own_samples_is_null(deployed, small):
+    measures = ["gradient", "margin", "local_sharpness"]
+    _, records = deployed(small("server.rounds=2", f"evaluation.measures={measures}"))
+    assert [[record[name] for name in measures] for record in records] == [[None] * 3] * 2
+
+
+def test_changes_that_concern_the_server_alone_are_the_servers_to_make(deployed, tmp_path, small, simulated):
     (tmp_path / "recipe.toml").write_text(small().to_toml())
-    changed = small("local.lr=0.05", "method=fedprox")
-    found = deployed(changed, source=tmp_path / "recipe.toml", changes="local.lr=0.05 method=fedprox")
-    assert found == simulated(changed)
+    longer = changed(tmp_path / "recipe.toml", "server.rounds=4 admission.deadline=5")
+    assert deployed(longer, source=tmp_path / "recipe.toml") == simulated(small("server.rounds=4"))
+
+
+@pytest.mark.parametrize("change", ["method=fedprox", "local.lr=0.05", "evaluation.sharpness=1", "model.hidden=[9]"])
+def test_changes_of_what_clients_do_are_refused_before_anything_begins(small, change):
+    with pytest.raises(RecipeError, match=rf"^set: {change.partition('.')[0].partition('=')[0]} is a part of what the"):
+        changed(small(), change)
 
 
 def test_memory_stays_with_the_client(loopback, deployed, small):
@@ -95,7 +108,7 @@ def test_memory_stays_with_the_client(loopback, deployed, small):
             return [reply]
 
     deployed(small("method=scaffold"), Watched)
-    assert crossed == {*prepare(small("method=scaffold"))[0].uploads} == {"delta", "control_change"}
+    assert crossed == {*prepare(small("method=scaffold")).uploads} == {"delta", "control_change"}
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """Nodes that are missing, strange or forgetful."""
 
+import re
+
 import pytest
 
-from fedflat.engine.engine import one_thread
+from fedflat import trust
 from fedflat.engine.inline import Inline
 from fedflat.errors import DataError, RecipeError, TrainingError
+from fedflat.rounds.interface import one_thread
 
 flwr = pytest.importorskip("flwr.app")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -130,11 +133,13 @@ LOSSES = {gone: "gone", from_a_backup: "gone", under_the_new_name: "not the one"
 class Forgetful(Inline):
     """The simulator with a client that has forgotten everything before the last round."""
 
-    def turns(self, brief, cohort):
+    def local_rounds(self, broadcast, cohort):
         for client in cohort:
-            forgets = (brief.round, client) == (LAST, FORGETFUL)
+            forgets = (broadcast.round, client) == (LAST, FORGETFUL)
             with one_thread():
-                yield self._worker.turn(brief, client, None if forgets else self.memory[client])
+                trained = self._worker.local_round(broadcast, client, None if forgets else self.memory[client])
+                self._kept[client] = trained.kept
+                yield trained.upload
 
 
 @pytest.mark.parametrize("policy", ["refuse", "anew"])
@@ -158,7 +163,7 @@ def test_lost_memory_is_noticed_and_the_policy_holds(
         assert records[-1]["cohort"] == [0, 1, 3]
     else:
         assert f"client {FORGETFUL} in round {LAST}: its memory of round {LAST - 1} is " in capsys.readouterr().out
-        here = simulated(recipe, lambda problem, recipe, state: Forgetful(problem))
+        here = simulated(recipe, lambda problem, state: Forgetful(problem))
         assert (model, records) == here
 
 
@@ -168,3 +173,59 @@ def test_without_a_directory_for_it_memory_lasts_as_long_as_the_node(deployed, s
         deployed(recipe, cut_in(LAST))
     with pytest.raises(TrainingError, match=r"rounds in a row were skipped.* its memory of round 3 is gone"):
         deployed(small(*KEEPING, "server.rounds=9"))  # all nodes are new
+
+
+PROBE = """
+from torch import nn
+
+SHIFT = 0.0
+
+class Probe(nn.Sequential):
+    def __init__(self, shape, classes):
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, classes))
+        self[1].requires_grad_(False)
+        self[1].bias.data += SHIFT
+"""
+
+
+# What each client's own file allows; the default number of samples is more than these clients have.
+ALLOWED = 'code = ["flower_probe"]\n[answers]\nmin_samples = 1\n'
+
+
+@pytest.fixture
+def probing(tmp_path, monkeypatch, loopback):
+    """The import path of a model with a frozen body, and a grid on which client 2 has another one."""
+    (tmp_path / "flower_probe.py").write_text(PROBE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import flower_probe
+
+    trust("flower_probe")
+
+    class Differing(loopback.InProcess):
+        def answers(self, message):
+            with monkeypatch.context() as patch:
+                patch.setattr(flower_probe, "SHIFT", float(message.metadata.dst_node_id == 102))
+                return super().answers(message)
+
+    return "model.name=flower_probe:Probe", Differing
+
+
+def test_a_model_with_frozen_weights_is_deployed_as_it_is_simulated(deployed, probing, small, simulated):
+    model, outcome = probing[0], deployed(small(probing[0], "method=feddyn"), policy=ALLOWED)
+    assert outcome == simulated(small(model, "method=feddyn"))
+    assert outcome[1][0]["bytes_down"] == 3 * 4 * (8 * 10 + 10)
+
+
+def test_a_client_with_other_frozen_weights_is_refused_before_it_trains(deployed, probing, small, capsys):
+    model, differing = probing
+    with pytest.raises(TrainingError, match=r"^only 3 of 4 clients are connected after 0.3 s \(missing: 2\); "):
+        deployed(small(model, "deployment.wait=0.3"), differing, policy=ALLOWED)
+    named = {line for line in capsys.readouterr().out.splitlines() if line.startswith("node 102 is none of")}
+    assert len(named) == 1
+    assert re.search(
+        r"^node 102 is none of the 4 clients: as frozen weights client 2 has the base \w{12}…, the server the base "
+        r"\w{12}…; give both the same model$",
+        *named,
+    )
+    _, records = deployed(small(model, "deployment.nodes=3"), differing, policy=ALLOWED)
+    assert 2 not in {client for record in records for client in record["cohort"]}

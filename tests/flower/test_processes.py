@@ -1,28 +1,37 @@
 """A deployment of real processes on loopback: one SuperLink, three SuperNodes, TLS and keys."""
 
 import json
+import re
+import shutil
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from fedflat.prepare import prepare
 from fedflat.recipe import load
-from fedflat.run import execute
+from fedflat.runs.build import prepare
+from fedflat.runs.experiment import execute
 
 pytest.importorskip("flwr")
 write_keys = pytest.importorskip("fedflat.flower.keys").write_keys
 pytestmark = pytest.mark.filterwarnings("ignore")
 # Less than the 30 s in which Flower may notice a lost node by itself.
 CHANGES = ["method=scaffold", "split.clients=3", "server.cohort=2", "server.rounds=3", "admission.deadline=25",
-           "engine.name=inline", "engine.group=1"]  # fmt: skip
-PATIENCE = 120.0  # seconds, against hanging only
+           "engine.name=inline", "engine.group=1", "deployment.draws=recipe"]  # fmt: skip
+PATIENCE = 240.0  # seconds, against hanging only
+# What each stranger says of its refusal. A plain connection is cut off at different points, so its words vary.
 STRANGERS = {
     "unregistered key": "Failed to activate SuperNode",
     "wrong authority": "CERTIFICATE_VERIFY_FAILED",
-    "plain connection": "Server disconnected without sending a response",
+    "plain connection": "Server disconnected|Connection reset|Broken pipe|Connection aborted",
 }
+SLY = """
+from pathlib import Path
+Path({mark!r}).touch()
+from flwr.clientapp import ClientApp
+app = ClientApp()
+"""
 
 
 @dataclass
@@ -31,6 +40,7 @@ class Story:
 
     out: Path
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
+    said: str = ""
 
     @property
     def records(self):
@@ -44,23 +54,55 @@ def recipe():
 
 @pytest.fixture(scope="module")
 def story(loopback, recipe, tmp_path_factory):
-    """Three rounds in peace; in the fourth client 2 is killed, and while the server waits for it strangers knock."""
+    """Three rounds, with an impostor beside the clients; in the fourth client 2 is killed, and strangers knock.
+
+    Then another server's app comes, whose code for clients is not theirs.
+    """
     folder = tmp_path_factory.mktemp("deployment")
     site, told = loopback.Loopback(folder, recipe), Story(folder / "out")
     metrics = told.out / "metrics.jsonl"
     try:
         site.link()
         site.register()
+        impostor(loopback, site)
         nodes = [site.node(client) for client in range(3)]
-        site.run(told.out, "server.rounds=4")
+        run = site.run(told.out, "server.rounds=4")
         loopback.wait(lambda: loopback.lines(metrics) == 3, PATIENCE, "three rounds")
         nodes[2].send_signal(signal.SIGKILL)
         for stranger in STRANGERS:
             told.refused[stranger] = knocks(loopback, site, stranger)
         loopback.wait((told.out / "summary.json").exists, PATIENCE, "the round without client 2")
+        told.said = site.said(run)
+        submit_other_code(site, folder)
+        loopback.wait((folder / "sly" / "out" / "summary.json").exists, PATIENCE, "the round of another's app")
     finally:
         site.close()
     return told
+
+
+def impostor(loopback, site):
+    """A registered node, with a key of its own, that says it is client 0; it is there before the clients are."""
+    write_keys(site.app.parent / "impostor", ["127.0.0.1"], clients=1)
+    key = str(site.app.parent / "impostor" / "client-0")
+    site.flwr("supernode", "register", f"{key}.pub", "deployment")
+    way = ["--root-certificates", "keys/ca.pem", "--auth-supernode-private-key", key]
+    port = str(loopback.free_ports(1))
+    site.start("sh", "-c", '. ./environment.sh && exec flower-supernode "$@"', "flower-supernode", "--superlink",
+               site.address, *way, "--port", port, "--node-config", "client=0")  # fmt: skip
+    loopback.wait(lambda: online(site), PATIENCE, "the impostor")
+
+
+def online(site):
+    return [node for node in site.flwr("supernode", "list", "deployment")["nodes"] if node["status"] == "online"]
+
+
+def submit_other_code(site, folder):
+    """An app of the same name whose client's side leaves a mark where it is loaded, submitted by the server."""
+    sly = folder / "sly" / "wards"
+    shutil.copytree(site.app, sly, ignore=shutil.ignore_patterns("keys", "memory", "flwr", "run"))
+    (sly / "wards" / "client.py").write_text(SLY.format(mark=str(folder / "mark")))
+    changes = "server.rounds=1 server.cohort=3 deployment.nodes=2"
+    site.flwr("run", str(sly), "deployment", "-c", f'out="{folder}/sly/out" set="{changes}"')
 
 
 def knocks(loopback, site, stranger):
@@ -77,7 +119,7 @@ def knocks(loopback, site, stranger):
 
 
 def test_it_comes_to_the_simulators_state_to_the_bit(story, recipe, tmp_path):
-    execute(*prepare(recipe), tmp_path)
+    execute(prepare(recipe), tmp_path)
     name = "checkpoints/00000003.server.safetensors"
     assert (story.out / name).read_bytes() == (tmp_path / name).read_bytes()
 
@@ -92,4 +134,17 @@ def test_a_round_goes_on_without_a_node_that_was_killed_in_it(story):
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_strangers_are_refused(story, stranger):
     code, said = story.refused[stranger]
-    assert code == 1 and STRANGERS[stranger] in said
+    assert code == 1, said
+    assert re.search(STRANGERS[stranger], said), said
+
+
+def test_a_registered_node_is_not_believed_to_be_another_client(story):
+    assert "is no client's" in story.said
+    assert not [refusal for record in story.records[:3] for refusal in record.get("refused", ())]
+
+
+def test_clients_run_their_own_code_and_not_the_servers(story):
+    sly = story.out.parent / "sly" / "out" / "metrics.jsonl"
+    (record,) = map(json.loads, sly.read_text().splitlines())
+    assert record["cohort"] == [0, 1]
+    assert not (story.out.parent / "mark").exists()

@@ -16,11 +16,11 @@ BAD = 2
 class Without(Inline):
     """The simulator, as if the bad client had never been drawn."""
 
-    def turns(self, brief, cohort):
-        return super().turns(brief, [client for client in cohort if client != BAD])
+    def local_rounds(self, broadcast, cohort):
+        return super().local_rounds(broadcast, [client for client in cohort if client != BAD])
 
 
-def without_the_bad_one(problem, recipe, state):
+def without_the_bad_one(problem, state):
     return Without(problem)
 
 
@@ -92,7 +92,7 @@ SPOILT = {
 
 
 def spoilt(grid, spoil):
-    """A grid on which the bad client's replies to briefs are no good."""
+    """A grid on which the bad client's replies to broadcasts are no good."""
 
     class Spoilt(grid):
         def answers(self, message):

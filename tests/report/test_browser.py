@@ -10,10 +10,10 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 
 import pytest
 
-from fedflat.prepare import prepare
 from fedflat.recipe import load
 from fedflat.report.page import collect, page
-from fedflat.run import execute
+from fedflat.runs.build import prepare
+from fedflat.runs.experiment import execute
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if not (CHROMIUM and DRIVER):
@@ -110,8 +110,8 @@ def report(tmp_path_factory):
     settings = ["split.clients=5", "split.alpha=0.5", "model.hidden=[8]", "server.rounds=4", "engine=inline"]
     settings += ['evaluation.measures=["consistency","local","classes"]', "evaluation.target=0.3"]
     for name, more in {"a": ["seed=0"], "b": ["seed=1"], "c": ["method=fedsam", "admission.max_ratio=1.01"]}.items():
-        problem, recipe = prepare(load(None, [*settings, *more]))
-        execute(problem, recipe, base / name)
+        problem = prepare(load(None, [*settings, *more]))
+        execute(problem, base / name)
     file = base / "report.html"
     file.write_bytes(page(collect([base], lambda _: nullcontext(), measure=True)))
     return file

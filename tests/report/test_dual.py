@@ -10,7 +10,7 @@ from fedflat.errors import RunError
 from fedflat.flatness import Duality, Pairing
 from fedflat.report import dual
 from fedflat.report.dual import COLOURS, binned, correlations, draw_duality
-from fedflat.report.flatness import duality_columns
+from fedflat.report.flatness_table import duality_columns
 
 
 def pairing(directions=500, gap=0.0, **changed):
@@ -105,5 +105,5 @@ def test_bins_grow_and_hold_means(values):
 def test_what_cannot_be_drawn_or_written_is_said_in_one_sentence(tmp_path):
     with pytest.raises(RunError, match="no result to draw"):
         draw_duality({}, tmp_path / "dual.png")
-    with pytest.raises(RunError, match="the picture cannot be written"):
+    with pytest.raises(RunError, match="the figure cannot be written"):
         draw_duality({"a": result()}, tmp_path / "missing" / "dual.png")

@@ -79,5 +79,5 @@ def test_a_line_that_is_still_being_written_does_not_count_and_a_damaged_one_is_
     assert [each["round"] for each in read_run(path).history] == [1, 2]
     with (path / "metrics.jsonl").open("a") as file:
         file.write("\n")
-    with pytest.raises(RunError, match=r"metrics\.jsonl: line 3 is no round's record"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl: line 3 is not a valid record"):
         read_run(path)

@@ -21,13 +21,13 @@ from fedflat import federate, train
 from fedflat.cli import main
 from fedflat.errors import RecipeError, RunError
 from fedflat.flatness import Landscape
-from fedflat.prepare import gather, prepare
 from fedflat.recipe import load
 from fedflat.report import figures
 from fedflat.report.lines import Line, read_run
 from fedflat.report.page import LIMIT, collect, page
 from fedflat.report.sections import Content
-from fedflat.run import execute
+from fedflat.runs.build import gather, prepare
+from fedflat.runs.experiment import execute
 
 TINY = ["split.clients=5", "split.alpha=0.5", "model.hidden=[8]", "server.rounds=4", "engine=inline"]
 RICH = ['evaluation.measures=["consistency","divergence","discord","local","classes"]', "evaluation.sharpness=4",
@@ -91,8 +91,8 @@ def finished(tmp_path_factory):
     base = tmp_path_factory.mktemp("runs")
     for method in ("fedavg", "fedsam(0.05)"):
         for seed in (0, 1):
-            problem, recipe = prepare(load(None, [*TINY, *RICH, f"seed={seed}", f"method={method}"]))
-            execute(problem, recipe, base / f"{method[:6]}-{seed}")
+            problem = prepare(load(None, [*TINY, *RICH, f"seed={seed}", f"method={method}"]))
+            execute(problem, base / f"{method[:6]}-{seed}")
     return base
 
 
@@ -281,7 +281,7 @@ def test_the_command_writes_the_page_and_says_where(fedflat, arguments, place):
     ("arguments", "code", "sentence"),
     [
         (["nowhere"], 6, "nowhere: no run is here"),
-        (["fedavg-0/checkpoints/00000004.json"], 6, "00000004.json: a report is about a whole run; give its directory"),
+        (["fedavg-0/checkpoints/00000004.json"], 6, "00000004.json: a report needs a whole run; give its directory"),
         (["fedavg-0", "-o", "no/where.html"], 6, "no/where.html: cannot be written"),
         (["fedavg-0", "--target", "7"], 2, "'--target': 7.0 is not in the range"),
     ],

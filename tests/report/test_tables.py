@@ -17,8 +17,8 @@ from fedflat.cli import app
 from fedflat.errors import RecipeError
 from fedflat.report.sheets import FORMS, Cell, Sheet, latex, markdown, page
 from fedflat.report.tables import compared, published, published_names, settings_notes
-from fedflat.sweep import load_sweep
-from fedflat.sweep.results import METRICS
+from fedflat.runs.sweep import load_sweep
+from fedflat.runs.sweep.results import METRICS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MEASURED = {
@@ -201,7 +201,7 @@ def test_a_column_may_have_a_factor_and_digits_of_its_own():
 
 def test_results_of_two_scales_are_not_mixed():
     both = rows("fedsol-table6", "laptop") + rows("fedsol-table6", "tiny")
-    with pytest.raises(RecipeError, match="results of the scales laptop and tiny in one table"):
+    with pytest.raises(RecipeError, match="the results mix the scales laptop and tiny"):
         compared(published("fedsol-table6"), both)
 
 

@@ -121,10 +121,10 @@ def test_what_cannot_be_compared_is_not_drawn(tmp_path):
     path = tmp_path / "terrain.png"
     nowhere = Landscape(bowl(1.0).axes, np.full((9, 9), math.nan), 0.1)
     for landscapes, sentence in (
-        ({}, "there is none to draw"),
-        (dict(a=bowl(1.0), b=bowl(1.0, span=2.0)), "b and a have different grids; measure both on the same one"),
+        ({}, "there are none to draw"),
+        (dict(a=bowl(1.0), b=bowl(1.0, span=2.0)), "b and a have different grids; measure both on the same grid"),
         (dict(a=bowl(1.0), b=bowl(1.0, dimensions=1)), "b and a have different grids"),
-        (dict(a=bowl(1.0), b=nowhere), "b is nowhere finite; measure it with a smaller span"),
+        (dict(a=bowl(1.0), b=nowhere), "b has no finite value; measure it with a smaller span"),
     ):
         with pytest.raises(RecipeError, match=f"landscapes: {sentence}"):
             draw_landscapes(landscapes, path)
@@ -132,7 +132,7 @@ def test_what_cannot_be_compared_is_not_drawn(tmp_path):
 
 
 def test_a_picture_that_cannot_be_written_and_a_missing_matplotlib_are_named(tmp_path, monkeypatch):
-    with pytest.raises(RunError, match=r"terrain\.png: the picture cannot be written"):
+    with pytest.raises(RunError, match=r"terrain\.png: the figure cannot be written"):
         draw_landscapes(dict(a=bowl(1.0, dimensions=1)), tmp_path / "nowhere" / "terrain.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for dimensions in (1, 2):

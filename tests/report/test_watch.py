@@ -134,7 +134,7 @@ def test_a_run_that_has_long_been_silent_is_said_to_be():
     told.silent = 49.0
     assert "left" in line(told)
     told.silent = 125.0
-    assert line(told).endswith("no news for 2:05")
+    assert line(told).endswith("no update for 2:05")
 
 
 def test_a_snapshot_survives_json_and_has_the_last_of_every_number():

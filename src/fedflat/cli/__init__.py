@@ -1,4 +1,4 @@
-"""The command line. Imports of torch wait until a command needs it, so that help and mistakes answer at once."""
+"""The command line. torch is imported only when a command needs it, so that help and errors appear at once."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ __all__ = [
 
 
 def main() -> None:
-    """The entry point: a user's mistake becomes one sentence and an exit code, never a traceback."""
-    # A batch system ends jobs by SIGTERM: leave by the normal way, so that workers and shared files go too.
+    """Entry point: a user error becomes one sentence and an exit code, never a traceback."""
+    # A batch system ends jobs with SIGTERM: exit normally, so that workers and shared files are removed too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    sys.path.insert(0, "")  # a user's own model beside the recipe
     try:
         code = app(standalone_mode=False)
         sys.exit(_failed("interrupted", code) if code == 130 else code)

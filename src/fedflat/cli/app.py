@@ -1,7 +1,8 @@
-"""What the commands share: the app, the consoles, the options that several of them take."""
+"""Shared by all commands: the app, the consoles, and common options."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -9,22 +10,37 @@ from typing import Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
+from fedflat.trusted import trust_anything
+
 app = typer.Typer(help="Flatness-aware federated learning.", no_args_is_help=True, add_completion=False)
-# The path of a part, `package:A:`, is not meant as an emoji.
+# The path of a part, `package:A:`, must not be rendered as an emoji.
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
+
+
+def _trusting(trust: bool) -> bool:
+    """Import code from the current directory only on request: the user's own model beside the recipe."""
+    trust_anything(trust)
+    if trust and "" not in sys.path:
+        sys.path.insert(0, "")
+    return trust
+
 
 RecipeArgument = Annotated[
     str | None, typer.Argument(help="recipe file (TOML) or preset: smoo, sol, man; else the default")
 ]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="override a field: --set local.lr=0.05")]
 JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+TrustOption = Annotated[
+    bool,
+    typer.Option("--trust", callback=_trusting, help="import the code from outside of fedflat that is named there"),
+]
 DirOption = Annotated[
     Path | None, typer.Option("--dir", help="data directory; else $FEDFLAT_DATA, else the cache folder")
 ]
 
 
 def complain(message: str) -> None:
-    """One sentence to the standard error."""
+    """Print one sentence to standard error."""
     err.print(f"fedflat: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 

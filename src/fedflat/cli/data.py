@@ -1,4 +1,4 @@
-"""Data sets: list, get, show."""
+"""Commands for data sets: list, get, show."""
 
 from __future__ import annotations
 

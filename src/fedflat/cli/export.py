@@ -1,4 +1,4 @@
-"""Hand a trained model on: export."""
+"""Command to export a trained model: export."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedflat.cli.app import app, err, out
+from fedflat.cli.app import TrustOption, app, err, out
 
 
 @app.command()
@@ -15,9 +15,10 @@ def export(
     run: Annotated[Path, typer.Argument(help="directory of a finished run, or the manifest of one of its checkpoints")],
     directory: Annotated[Path | None, typer.Option("-o", "--out", help="where to; default RUN/export")] = None,
     onnx: Annotated[bool, typer.Option(help="an ONNX file too, with the normalisation inside")] = True,
+    trust: TrustOption = False,
 ) -> None:
     """Write a run's model for use elsewhere: safetensors, ONNX, the network's code, a model card."""
-    from fedflat.export import export as write
+    from fedflat.runs.export import export as write
 
     with err.status(f"{run}: exporting"):
         files = write(run, directory, onnx)

@@ -1,4 +1,4 @@
-"""Look at the minima of finished runs: flatness, landscape, duality."""
+"""Commands that analyse the minima of finished runs: flatness, landscape, duality."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, app, err, out
+from fedflat.cli.app import JsonOption, TrustOption, app, err, out
 
-if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` shall not wait for it
-    from fedflat.client import Problem
-    from fedflat.federation.federation import Federation
+if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must not wait for it
+    from fedflat.federation.population import Federation
     from fedflat.flatness import Curvature, Duality, Portion, Spectrum, Theory
-    from fedflat.recipe import Recipe
-    from fedflat.rule import Batch
+    from fedflat.local.rule import Batch
+    from fedflat.rounds.client import Problem
 
 Runs = Annotated[list[Path], typer.Argument(help="directories of finished runs")]
 Samples = Annotated[int, typer.Option(help="training samples to measure on, drawn by the seed; 0 = all", min=0)]
@@ -53,6 +52,7 @@ def flatness(
     ] = False,
     seed: Seed = 0,
     picture: Picture = None,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Spectrum and trace of the Hessian, sharpness and norms of the global models of finished runs or checkpoints.
@@ -61,8 +61,8 @@ def flatness(
     """
     from fedflat import flatness as flat
     from fedflat.errors import RecipeError
-    from fedflat.prepare import load_run
     from fedflat.report.spectral import draw_density
+    from fedflat.runs.build import load_run
 
     if federated and theory:
         raise RecipeError("--theory compares the clients with the pooled samples; leave --federated out")
@@ -72,9 +72,9 @@ def flatness(
     theories, clients = dict[str, flat.Theory](), dict[str, list[flat.Curvature]]()
     for run in _checked(runs):
         with err.status(f"{run}: measuring"):
-            problem, recipe = load_run(run)
+            problem = load_run(run)
             if federated:
-                found, seen = _by_clients(problem, recipe, portion, k, probes, density)
+                found, seen = _by_clients(problem, portion, k, probes, density)
                 if layers:
                     clients[str(run)] = flat.client_curvatures(problem, portion, seed, bias)
                     found["clients"] = [asdict(each) for each in clients[str(run)]]
@@ -87,7 +87,7 @@ def flatness(
         if seen.density:
             densities[str(run)] = seen.density
         found["spectrum"] = {**asdict(seen), "ratio": seen.ratio}
-        rows.append({"run": str(run), "method": recipe.method, **found})
+        rows.append({"run": str(run), "method": problem.recipe.method, **found})
     if picture:
         draw_density(densities, picture)
     if as_json:
@@ -97,29 +97,29 @@ def flatness(
 
 
 def _by_clients(
-    problem: Problem, recipe: Recipe, portion: Portion, k: int, probes: int, density: int
+    problem: Problem, portion: Portion, k: int, probes: int, density: int
 ) -> tuple[dict[str, Any], Spectrum]:
-    """The spectrum by products that the clients compute."""
+    """Compute the spectrum from products that the clients compute."""
     from fedflat.flatness import FederatedHessian, HessianProduct, spectrum
-    from fedflat.prepare import start_engine
-    from fedflat.server import first_state
+    from fedflat.rounds.server import first_state
+    from fedflat.runs.build import start_engine
 
     state = first_state(problem)
-    with closing(start_engine(problem, recipe, state, HessianProduct(portion))) as engine:
+    with closing(start_engine(problem, state, HessianProduct(portion))) as engine:
         operator = FederatedHessian(engine, state, problem, portion)
         return {"samples": operator.samples}, spectrum(operator, k, probes, steps=density, seed=portion.seed)
 
 
 def _with_sums(found: Theory) -> dict[str, Any]:
-    """What the inequalities compare, beside the parts that they are made of."""
+    """Add the quantities that the inequalities compare to the terms they are made of."""
     return {"clients_sum": found.clients_sum, "blocks_sum": found.pooled.blocks_sum, **asdict(found)}
 
 
 def _print_tables(
     rows: list[dict[str, Any]], theories: dict[str, Theory], clients: dict[str, list[Curvature]], bias: bool
 ) -> None:
-    from fedflat.report.flatness import flatness_table, layer_table
-    from fedflat.report.theory import client_table, theory_table
+    from fedflat.report.flatness_table import flatness_table, layer_table
+    from fedflat.report.theory_table import client_table, theory_table
 
     measured, methods = MEASURED.format(samples=rows[0]["samples"]), [row["method"] for row in rows]
     blocks = f"{measured}; a layer's block is its weight{' and bias' if bias else ' alone'}"
@@ -144,6 +144,7 @@ def landscape(
     samples: Samples = 1000,
     seed: Seed = 0,
     picture: Picture = None,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """The loss around the global models of finished runs or checkpoints, on one grid.
@@ -153,14 +154,14 @@ def landscape(
     from fedflat.errors import RecipeError
     from fedflat.flatness import Hessian, Portion, eigen_plane, filter_normalised, top_eigenvalues
     from fedflat.flatness import landscape as walk
-    from fedflat.folder import beside
-    from fedflat.prepare import load_run
+    from fedflat.runs.build import load_run
+    from fedflat.runs.folder import beside
 
     if not 0 < span < math.inf:
         raise RecipeError(f"--span {span}: it must be a positive number")
     found = {}
     for run in _checked(runs):
-        problem, _ = load_run(run)
+        problem = load_run(run)
         objective = Portion(samples, seed).pooled(problem)
         with err.status(f"{run}: directions"):
             if plane is Plane.eigen:
@@ -184,7 +185,7 @@ def landscape(
         ]
         _print_json({"measured": header, "plane": plane.value, "span": span, "runs": runs_found})
         return
-    from fedflat.report.flatness import landscape_table
+    from fedflat.report.flatness_table import landscape_table
 
     out.print(landscape_table(found, header, span))
     if picture:
@@ -205,6 +206,7 @@ def duality(
     test_samples: Annotated[int, typer.Option(help="test samples: of the gap and the pairs; 0 = all", min=0)] = 0,
     seed: Seed = 0,
     picture: Picture = None,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Activity–weight duality: which directions of a layer carry the generalisation gap of finished runs.
@@ -216,18 +218,18 @@ def duality(
 
     from fedflat.flatness import duality as analyse
     from fedflat.flatness import layers_of
-    from fedflat.prepare import load_run
+    from fedflat.runs.build import load_run
 
     rows, results = list[dict[str, Any]](), {}
     for run in _checked(runs):
-        problem, recipe = load_run(run)
+        problem = load_run(run)
         module = problem.network.module
         train, test = _halves(problem.federation, samples, test_samples, seed)
         for name in layer or [n for n in layers_of(module) if isinstance(module.get_submodule(n), nn.Linear)]:
             with err.status(f"{run}: {name}"):
                 result = analyse(module, problem.loss, train, test, name, k, pairs, samples=0, seed=seed)
             results[f"{run} {name}"] = result
-            rows.append({"run": str(run), "method": recipe.method, **_duality_row(result)})
+            rows.append({"run": str(run), "method": problem.recipe.method, **_duality_row(result)})
     header = (
         f"generalisation gap of {len(train[1])} training and {len(test[1])} test samples beside that of their pairs, "
         "in the eigenbasis of each layer's Hessian"
@@ -239,7 +241,7 @@ def duality(
     if as_json:
         _print_json({"measured": header, "layers": rows})
         return
-    from fedflat.report.flatness import duality_table
+    from fedflat.report.flatness_table import duality_table
 
     out.print(duality_table(results, header))
     if picture:
@@ -247,7 +249,7 @@ def duality(
 
 
 def _halves(federation: Federation, samples: int, test_samples: int, seed: int) -> tuple[Batch, Batch]:
-    """Training samples of all clients, and test samples; 0 means all there are."""
+    """Training samples of all clients, and test samples; 0 means all."""
     import torch
 
     from fedflat.flatness import Portion
@@ -261,7 +263,7 @@ def _halves(federation: Federation, samples: int, test_samples: int, seed: int) 
 
 
 def _duality_row(result: Duality) -> dict[str, Any]:
-    """All numbers of a layer, those that follow from others too."""
+    """All numbers of a layer, including derived ones."""
     named = ("remainder", "fluctuation", "drift", "envelope", "size", "sharpness", "participation")
     pairings = {
         direction: asdict(found)
@@ -273,8 +275,8 @@ def _duality_row(result: Duality) -> dict[str, Any]:
 
 
 def _checked(runs: list[Path]) -> list[Path]:
-    """The runs, once all of them can be read: nothing is measured before that."""
-    from fedflat.prepare import load_run
+    """Check that all runs can be read before anything is measured."""
+    from fedflat.runs.build import load_run
 
     for run in runs:
         load_run(run)
@@ -296,7 +298,7 @@ def _print_json(content: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: lists for tensors, null for numbers that are not finite."""
+    """Convert to JSON types: lists for tensors, null for numbers that are not finite."""
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""A deployment: write a Flower app, make its keys."""
+"""Commands for deployments: write a Flower app, make its keys, print its recipe's digest."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from fedflat.cli.app import SetOption, Spread, app, out
+from fedflat.cli.app import SetOption, Spread, TrustOption, app, out
 from fedflat.errors import RecipeError
 
-deployment = typer.Typer(help="A deployment over Flower: init, keys.", no_args_is_help=True)
+deployment = typer.Typer(help="A deployment over Flower: init, keys, digest.", no_args_is_help=True)
 app.add_typer(deployment, name="flower")
 
 
@@ -21,16 +21,17 @@ def init(
     set_: SetOption = None,
     port: Annotated[int, typer.Option(help="port of the server", min=1, max=65535)] = 8443,
     insecure: Annotated[bool, typer.Option("--insecure", help="no encryption, no authentication of nodes")] = False,
+    trust: TrustOption = False,
 ) -> None:
     """Write a ready Flower app: recipe, data hook, and the commands that run it."""
     _need_flower()
-    from fedflat.flower.app import write_app
-    from fedflat.methods import parse
+    from fedflat.flower.project import write_app
+    from fedflat.methods.parser import parse
     from fedflat.recipe import load, overridden
 
     chosen = load(recipe, set_ or [])
     parse(chosen.method)
-    if not chosen.admission.deadline:  # a message that is lost with a server must not hold a round for an hour
+    if not chosen.admission.deadline:  # a message lost with a server must not hold up a round for an hour
         chosen = overridden(chosen, ["admission.deadline=600"])
     name = write_app(directory, chosen, insecure, port)
     out.print(
@@ -46,21 +47,43 @@ def keys(
     directory: Annotated[Path, typer.Argument(help="folder of the app")],
     host: Annotated[list[str], typer.Option(help="name or address by which clients reach the server; again for more")],
     clients: Annotated[int, typer.Option(help="how many clients; 0 = as many as the recipe has", min=0)] = 0,
-    days: Annotated[int, typer.Option(help="how long the certificates are valid", min=1)] = 365,
+    days: Annotated[int, typer.Option(help="how long the server's certificate is valid", min=1, max=7300)] = 365,
+    renew: Annotated[bool, typer.Option("--renew", help="only a new certificate of the server")] = False,
 ) -> None:
     """Make the certificates and keys of a deployment, in DIRECTORY/keys."""
     _need_flower()
-    from fedflat.flower.keys import write_keys
+    from fedflat.flower import keys as made
     from fedflat.recipe import load
 
-    recipes = [*directory.glob("*/recipe.toml")]
-    if not clients and not recipes:
-        raise RecipeError(f"{directory}: no app is here (no recipe.toml); give its folder, or say --clients")
-    count = clients or load(recipes[0]).split.clients
-    written = write_keys(directory / "keys", [*host, "127.0.0.1", "localhost"], count, days)
+    hosts = [*host, "127.0.0.1", "localhost"]
+    if renew:
+        files = made.renew(directory / "keys", hosts, days)
+        told = f"{files[1]}: renewed for {days} days; restart the SuperLink with it"
+        out.print(told, markup=False, highlight=False, soft_wrap=True)
+        return
+    count = clients or load(_recipe_of(directory, "; give its folder, or say --clients")).split.clients
+    written = made.write_keys(directory / "keys", hosts, count, days)
     out.print(
         f"{directory}/keys: {len(written)} files; keep ca.key offline", markup=False, highlight=False, soft_wrap=True
     )
+
+
+@deployment.command()
+def digest(directory: Annotated[Path, typer.Argument(help="folder of the app")]) -> None:
+    """Print the digest of an app's recipe, by which a client agrees to it: `recipe` in its policy.toml."""
+    _need_flower()
+    from fedflat.flower.policy import digest
+    from fedflat.recipe import load
+
+    found = digest(load(_recipe_of(directory, "; give its folder")))
+    out.print(f"sha256:{found}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _recipe_of(directory: Path, advice: str) -> Path:
+    """The recipe of the app in a folder."""
+    for found in directory.glob("*/recipe.toml"):
+        return found
+    raise RecipeError(f"{directory}: no app is here (no recipe.toml){advice}")
 
 
 def _need_flower() -> None:

@@ -1,4 +1,4 @@
-"""What there is and whether it is right: methods, verify."""
+"""Commands that list and verify methods: methods, verify."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, app, complain, out
+from fedflat.cli.app import JsonOption, TrustOption, app, complain, out
 from fedflat.errors import FedflatError
 
 
@@ -20,8 +20,8 @@ def methods(
     """List the methods, or show one with its equations and options."""
     from rich.table import Table
 
-    from fedflat.catalogue import CATALOGUE
-    from fedflat.methods import explain
+    from fedflat.methods.catalogue import CATALOGUE
+    from fedflat.methods.parser import explain
 
     if name is not None:
         facts = explain(name)
@@ -61,12 +61,14 @@ def _print_method(facts: dict[str, Any]) -> None:
 
 @app.command()
 def verify(
-    files: Annotated[list[Path], typer.Argument(help="recorded trajectories (.npz)")], as_json: JsonOption = False
+    files: Annotated[list[Path], typer.Argument(help="recorded trajectories (.npz)")],
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Replay recorded runs of the methods' authors, compare every recorded array and name those that deviate."""
     from rich.table import Table
 
-    from fedflat.verify import verify as replay
+    from fedflat.runs.verify import verify as replay
 
     verdicts, broken = [], []
     for path in files:

@@ -1,4 +1,4 @@
-"""Adapt finished runs to each client: personalize."""
+"""Command to adapt finished runs to each client: personalize."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, Spread, app, err, out
+from fedflat.cli.app import JsonOption, Spread, TrustOption, app, err, out
 
 
 @app.command(cls=Spread)
@@ -34,6 +34,7 @@ def personalize(
     mix_with: Annotated[
         str, typer.Option(help="knn: what they are mixed with, the model's probabilities (the paper) or its logits")
     ] = "probabilities",
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Adapt the global model of finished runs to each client, and test it on samples like the client's own.
@@ -42,11 +43,11 @@ def personalize(
     """
     from rich.progress import track
 
-    from fedflat.export import standing
-    from fedflat.folder import read_model, read_recipe
-    from fedflat.neighbours import Neighbours
-    from fedflat.personal import personalise, save, summary
-    from fedflat.prepare import assemble, last_lr, load_run
+    from fedflat.runs.build import assemble, last_lr, load_run
+    from fedflat.runs.export import standing
+    from fedflat.runs.folder import read_model, read_recipe
+    from fedflat.runs.neighbours import Neighbours
+    from fedflat.runs.personal import personalise, save, summary
 
     neighbours = Neighbours(k, mix, scale, capacity, mix_with)
     for run in runs:
@@ -55,7 +56,8 @@ def personalize(
             read_model(run)
     rows: list[dict[str, Any]] = []
     for run in runs:
-        problem, recipe = load_run(run)
+        problem = load_run(run)
+        recipe = problem.recipe
         if how == "local":
             problem = assemble(recipe, problem.federation, None, problem.method, problem.loss)
         usual = recipe.local.lr if how == "local" else last_lr(recipe, standing(run)["rounds"])

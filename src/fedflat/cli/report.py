@@ -1,4 +1,4 @@
-"""One page about runs: report."""
+"""Command to write one page about runs: report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedflat.cli.app import app, err, out
+from fedflat.cli.app import TrustOption, app, err, out
 
 
 @app.command()
@@ -22,13 +22,14 @@ def report(
     target: Annotated[
         float | None, typer.Option(help="accuracy for `rounds to target`; else the recipe's", min=0, max=1)
     ] = None,
+    trust: TrustOption = False,
 ) -> None:
     """Make one self-contained page of curves, tables and pictures that compares runs; it opens offline."""
-    from fedflat.folder import write_whole, written_to
     from fedflat.report.page import collect, page
+    from fedflat.runs.folder import write_whole, written_to
 
     content = page(collect(runs, err.status, measure, target))
     place = file or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     with written_to(place, "choose another -o"):
-        write_whole(place, content)
+        write_whole(place, content, public=True)
     out.print(f"written to {place} ({len(content) / 1e6:.1f} MB)", markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Train, and look at what would be trained on: run, resume, split, recipe."""
+"""Commands to train and to inspect recipes: run, resume, split, recipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, RecipeArgument, SetOption, Spread, app, complain, err, out
+from fedflat.cli.app import JsonOption, RecipeArgument, SetOption, Spread, TrustOption, app, complain, err, out
 from fedflat.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def run(
     set_: SetOption = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="run directory; default runs/NAME")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with what --out holds of this run")] = False,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a federated model from a recipe."""
@@ -35,8 +36,8 @@ def run(
     chosen = [[f"method={json.dumps(name)}"] for name in method or []] or [[]]
     recipes = [load(recipe, [*(set_ or []), *one]) for one in chosen]
 
-    from fedflat.folder import refuse_taken
-    from fedflat.methods import parse
+    from fedflat.methods.parser import parse
+    from fedflat.runs.folder import refuse_taken
 
     base = out_dir or _free_directory()
     folders: dict[Path, Recipe] = {}
@@ -56,31 +57,37 @@ def run(
 @app.command(cls=Spread)
 def resume(
     directory: Annotated[Path, typer.Argument(help="run directory that `fedflat run` wrote")],
+    back_to: Annotated[
+        int | None,
+        typer.Option("--from", help="go back to the checkpoint of this round, and forget what followed"),
+    ] = None,
     set_: SetOption = None,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Go on with a run that was interrupted, or make it longer: --set server.rounds=200."""
-    from fedflat.folder import read_recipe
     from fedflat.recipe import overridden
+    from fedflat.runs.folder import read_recipe
 
-    _train({directory: overridden(read_recipe(directory), set_ or [])}, True, as_json)
+    _train({directory: overridden(read_recipe(directory), set_ or [])}, True, as_json, back_to)
 
 
-def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool) -> None:
-    """One run after the other, and a table of them all."""
-    from fedflat.prepare import prepare
+def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to: int | None = None) -> None:
+    """Train one run after the other, and print a table of all."""
     from fedflat.report.display import RoundProgress, comparison
-    from fedflat.run import execute, stopped
+    from fedflat.runs.build import prepare
+    from fedflat.runs.experiment import execute, stopped
 
     results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
     for folder, each in folders.items():
         if (folder / "deployment.json").exists():
             raise RunError(f"{folder}: its clients are elsewhere; go on with this deployment by `flwr run`")
-        problem, full = prepare(each)
+        problem = prepare(each)
+        full = problem.recipe
         if not as_json and not resume and not results:
             out.print(full.to_toml(), markup=False, highlight=False)
         with RoundProgress(str(each.method), full.server.rounds, err if as_json else out) as progress:
-            result = execute(problem, full, folder, [progress], resume, complain)
+            result = execute(problem, folder, [progress], resume, complain, back_to=back_to)
         results.append((str(each.method), result.history, {**result.summary, "directory": str(folder)}))
         if stopped(full, result.history):
             last, server = result.history[-1], full.server
@@ -112,10 +119,10 @@ def split(
 ) -> None:
     """Show who holds what: clients × classes of a recipe's split."""
     from fedflat.federation import partition
-    from fedflat.prepare import gather
     from fedflat.recipe import load
     from fedflat.report.display import split_table
     from fedflat.report.picture import draw_split
+    from fedflat.runs.build import gather
 
     chosen = load(recipe, set_ or [])
     federation = gather(chosen)
@@ -134,13 +141,13 @@ def split(
 
 
 @app.command(cls=Spread)
-def recipe(name: RecipeArgument = None, set_: SetOption = None) -> None:
+def recipe(name: RecipeArgument = None, set_: SetOption = None, trust: TrustOption = False) -> None:
     """Print a recipe with every value in force."""
     from fedflat.recipe import load
 
     chosen = load(name, set_ or [])
 
-    from fedflat.methods import parse, spell
+    from fedflat.methods.parser import parse, spell
 
     parse(chosen.method)
     print(chosen.model_copy(update={"method": spell(chosen.method)}).to_toml(), end="")

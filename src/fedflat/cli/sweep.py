@@ -1,4 +1,4 @@
-"""Many runs, and the papers' tables: sweep, table."""
+"""Commands for sweeps and the papers' tables: sweep, table."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, SetOption, Spread, app, complain, err, out
+from fedflat.cli.app import JsonOption, SetOption, Spread, TrustOption, app, complain, err, out
 from fedflat.errors import RecipeError, TrainingError
 
 if TYPE_CHECKING:
-    from fedflat.sweep import Jobs, Point, Sweep
+    from fedflat.runs.sweep import Jobs, Point, Sweep
 
 
 class Form(StrEnum):
-    """How a table is written."""
+    """The output format of a table."""
 
     terminal = "terminal"
     markdown = "markdown"
@@ -35,13 +35,14 @@ def sweep(
     set_: SetOption = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="directory; default sweeps/NAME[-SCALE]")] = None,
     dry: Annotated[bool, typer.Option("--dry", help="only say which runs there are, and which are done")] = False,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a grid of recipes side by side, skip what is done, and write one table of it all.
 
     The same command goes on with a sweep that was stopped. Without FILE, lists the sweeps that come along.
     """
-    from fedflat.sweep import collect, load_sweep, shipped, write_results
+    from fedflat.runs.sweep import collect, load_sweep, shipped, write_results
 
     if file is None:
         print("\n".join(shipped()))
@@ -54,7 +55,7 @@ def sweep(
         _list(plan, folder, as_json)
         return
     try:
-        failed = _train(plan, folder, jobs)
+        failed = _train(plan, folder, jobs, trust)
     finally:
         write_results(folder, collect(folder, whole))
     _show(plan, folder, as_json)
@@ -64,14 +65,14 @@ def sweep(
 
 
 def _refuse_unknown_methods(plan: Sweep) -> None:
-    from fedflat.methods import parse
+    from fedflat.methods.parser import parse
 
     for method in {json.dumps(point.recipe.method): point.recipe.method for point in plan.points}.values():
         parse(method)
 
 
 def _list(plan: Sweep, folder: Path, as_json: bool) -> None:
-    from fedflat.sweep.results import finished
+    from fedflat.runs.sweep.results import finished
 
     states = {point.slug: "done" if finished(folder / point.slug, point) else "to do" for point in plan.points}
     if as_json:
@@ -81,14 +82,14 @@ def _list(plan: Sweep, folder: Path, as_json: bool) -> None:
         print(f"{state:5}  {slug}")
 
 
-def _train(plan: Sweep, folder: Path, jobs: int) -> dict[str, str]:
-    """All that is left to do; the failed runs' sentences."""
+def _train(plan: Sweep, folder: Path, jobs: int, trust: bool) -> dict[str, str]:
+    """Run everything that is left; return the error messages of failed runs."""
     from fedflat.engine.pool import cores
-    from fedflat.sweep import Jobs, jobs_for
-    from fedflat.sweep.jobs import free_memory
+    from fedflat.federation.sizes import free_memory
+    from fedflat.runs.sweep import Jobs, jobs_for
 
     jobs = jobs or jobs_for(cores(), len(plan.points), free_memory())
-    work = Jobs(plan, folder, jobs, max(1, cores() // jobs))
+    work = Jobs(plan, folder, jobs, max(1, cores() // jobs), trust)
     with SweepProgress(work) as progress:
         work.run(progress.look, progress.ended)
     return work.failed
@@ -96,7 +97,7 @@ def _train(plan: Sweep, folder: Path, jobs: int) -> dict[str, str]:
 
 def _show(plan: Sweep, folder: Path, as_json: bool) -> None:
     from fedflat.report.tables import summary_table
-    from fedflat.sweep import collect, summarised
+    from fedflat.runs.sweep import collect, summarised
 
     rows = summarised(collect(folder, plan))
     if as_json:
@@ -108,7 +109,7 @@ def _show(plan: Sweep, folder: Path, as_json: bool) -> None:
 
 
 class SweepProgress:
-    """The whole sweep as one bar and each run that is going on as another; lines where there is no terminal."""
+    """Shows the whole sweep as one bar and each active run as another; prints lines without a terminal."""
 
     def __init__(self, work: Jobs) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -132,8 +133,8 @@ class SweepProgress:
         self._bars.stop()
 
     def look(self) -> None:
-        """Read how far the runs have come, once a second."""
-        from fedflat.sweep.results import last_record
+        """Read the progress of the runs, once a second."""
+        from fedflat.runs.sweep.results import last_record
 
         if self._bars.disable or time.monotonic() - self._looked < 1:
             return
@@ -157,7 +158,7 @@ class SweepProgress:
         return f"{len(self._work.done)}/{len(self._work.sweep.points)} runs{failed}"
 
     def ended(self, point: Point, complaint: str | None) -> None:
-        """Say that a run is done, or why it failed."""
+        """Report that a run is done, or why it failed."""
         if complaint:
             complain(f"{point.slug}: {complaint}")
         elif self._bars.disable:
@@ -177,7 +178,7 @@ def table(
     """
     from fedflat.report.sheets import FORMS, terminal
     from fedflat.report.tables import compared, published, published_names
-    from fedflat.sweep.results import read_rows
+    from fedflat.runs.sweep.results import read_rows
 
     if name is None:
         print("\n".join(published_names()))
@@ -191,9 +192,9 @@ def table(
     if file is None:
         print(text, end="")
         return
-    from fedflat.folder import write_whole, written_to
+    from fedflat.runs.folder import write_whole, written_to
 
     if not file.parent.is_dir():
         raise RecipeError(f"--out {file}: there is no directory {file.parent}; make it, or choose another")
     with written_to(file, "choose another --out"):
-        write_whole(file, text.encode())
+        write_whole(file, text.encode(), public=True)

@@ -1,10 +1,9 @@
-"""Look on while a run is going on: watch."""
+"""Command to follow a running experiment: watch."""
 
 from __future__ import annotations
 
 import json
 import time
-import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,7 +62,7 @@ def _on_screen(run: Followed, every: float) -> None:
 
 
 def _in_lines(run: Followed, every: float) -> None:
-    """A line for each look that found something new, after what went wrong in those rounds."""
+    """Print a line for each look that found something new, after the problems of those rounds."""
     from fedflat.report.display import troubles
     from fedflat.report.watch import line
 
@@ -84,10 +83,10 @@ def _in_lines(run: Followed, every: float) -> None:
 
 
 class Followed:
-    """A run's directory; a look at it reads only what was appended to the metrics since the last one.
+    """A run's directory; each look reads only what was appended to the metrics since the last one.
 
-    A line counts once it is whole. If lines that were read already are no longer there, because the run was resumed
-    from a checkpoint before them, its story begins anew.
+    A line counts once it is complete. If lines that were already read have disappeared, because the run was resumed
+    from an earlier checkpoint, reading starts over.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -96,12 +95,12 @@ class Followed:
         self._offset, self._last = 0, b""
 
     def look(self) -> list[dict[str, Any]]:
-        """Take in the new records, and give them back; there is no story while there is no run."""
+        """Read and return the new records; `story` is None while there is no run."""
         from fedflat.report.watch import Story
 
         try:
             silent = time.time() - self._metrics.stat().st_mtime
-            # Whether it is over comes before the lines, or the last of them could be missed.
+            # Check whether the run is over before reading the lines, or the last of them could be missed.
             over, recipe, lines = self._over(), self._recipe(), self._appended()
         except FileNotFoundError:
             return []
@@ -128,24 +127,24 @@ class Followed:
         return lines
 
     def _record(self, line: bytes) -> dict[str, Any]:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("round"), int):
                 return record
         raise RunError(f"{self._metrics}: holds a line that is no round's record: {line[:60]!r}; the file is damaged")
 
     def _over(self) -> bool:
-        """Whether there is a summary of the metrics as they are now: that of a run made longer is older than they."""
+        """Whether the summary is that of the current metrics: an extended run has metrics newer than its summary."""
         with suppress(FileNotFoundError):
             return (self.directory / "summary.json").stat().st_mtime_ns >= self._metrics.stat().st_mtime_ns
         return False
 
     def _recipe(self) -> Recipe:
-        """Read at every look, for a run can be resumed with more rounds."""
-        from fedflat.recipe import validated
+        """Read the recipe at every look, because a run can be resumed with more rounds."""
+        from fedflat.recipe import parsed, read_text, validated
 
         path = self.directory / "recipe.toml"
         try:
-            return validated(tomllib.loads(path.read_text("utf-8")))
+            return validated(parsed(read_text(path), str(path)))
         except (ValueError, FedflatError) as error:
             raise RunError(f"{path}: cannot be read ({error})") from None

@@ -1,4 +1,4 @@
-"""Clients' turns as tasks on a Ray cluster: one of this machine's own, or one that is there already."""
+"""Runs local rounds as tasks on a Ray cluster: a local one, or one that already exists."""
 
 from __future__ import annotations
 
@@ -17,28 +17,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.client import About, Brief, Problem, Questions, Refusal, Worker, mishap
-from fedflat.engine.engine import chunks, groups, one_thread
-from fedflat.engine.shared import Mishap
-from fedflat.engine.wire import Arrays, arrays, numbers, vectors
+from fedflat.engine.heap import keep_freed_memory, settled_worker
+from fedflat.engine.shared import Failure
+from fedflat.engine.wire_format import Arrays, arrays, numbers, vectors
 from fedflat.errors import FedflatError, RecipeError, TrainingError
-from fedflat.federation.datasets import Samples
-from fedflat.metrics import Score
-from fedflat.parts import Upload, Uploads
-from fedflat.state import ServerState
-from fedflat.store import Memory, Scratch
+from fedflat.federation import Samples
+from fedflat.local import Vectors
+from fedflat.methods import Upload, Uploads
+from fedflat.rounds import (
+    FREED,
+    About,
+    Broadcast,
+    Memory,
+    Problem,
+    Questions,
+    Refusal,
+    Score,
+    Scratch,
+    ServerState,
+    Worker,
+    chunks,
+    failure,
+    groups,
+    misfit_memory,
+    one_thread,
+)
 
-RETRIES = 3  # of a task whose node or process was lost, after which it is the client's fault
-POLL = 0.5  # seconds between two looks at the deadlines
+RETRIES = 3  # of a task whose node or process was lost, before it counts as the client's failure
+POLL = 0.5  # seconds between checks of the deadlines
 Job = tuple[Any, ...]
 
 
 class Cluster:
-    """The engine on Ray.
+    """The Ray engine.
 
     The problem and each round's vectors go into the object store once, and from there once to every node, whose
-    processes read the samples in place. A task names clients and carries their memory. When a node is lost Ray runs its
-    tasks elsewhere; as they are the same tasks, the run ends with the same weights.
+    processes read the samples in place. A task names clients and carries their memory. If a node is lost, Ray runs its
+    tasks elsewhere. The tasks are the same, so the run ends with the same weights.
     """
 
     def __init__(
@@ -49,37 +64,46 @@ class Cluster:
         address: str | None = None,
         workers: int = 0,
     ) -> None:
+        keep_freed_memory(below=FREED)
         self._ray, self._own = _connect(address, workers)
         self._problem, self._deadline = problem, deadline
         self._scratch = Scratch(problem.room())
+        self._kept: dict[int, Vectors] = {}
         self.memory = Memory(
             self._scratch.path, problem.federation.clients, problem.memory, problem.network.weights.dtype
         )
         self._store = self._ray.put(_packed(problem, question))
         self._task = self._ray.remote(num_cpus=1, max_retries=RETRIES)(_task)
 
-    def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
-        board = self._ray.put((brief.round, brief.lr, arrays(brief.sent)))
+    def local_rounds(self, broadcast: Broadcast, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
+        board = self._ray.put((broadcast.round, broadcast.lr, arrays(broadcast.sent)))
         left = deque(groups(self._problem, cohort))
+        self._kept = {}
 
         def job(clients: list[int]) -> Job:
             kept = [None if (row := self.memory[client]) is None else arrays(row) for client in clients]
-            return "turns", board, clients, kept
+            return "local_rounds", board, clients, kept
 
         for clients, answer in self._each(left, job):
-            if isinstance(answer, Mishap) and len(clients) > 1:
+            if isinstance(answer, Failure) and len(clients) > 1:
                 left.extend([client] for client in clients)
-            elif isinstance(answer, Mishap):
+            elif isinstance(answer, Failure):
                 yield Refusal(clients[0], answer.reason, answer.detail)
             else:
-                yield from map(_completed, answer)
+                for each in answer:
+                    client, kept = each["client"], vectors(each.pop("kept"))
+                    self._kept[client], fault = kept, misfit_memory(kept, self._problem)
+                    yield Refusal(client, *fault) if fault else _completed(each)
 
     def release(self, client: int) -> None:
         pass  # it goes with the upload
 
+    def kept(self, client: int) -> Vectors:
+        return self._kept[client]
+
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:
-            self.memory.keep(upload.client, upload.memory)
+            self.memory.keep(upload.client, self._kept[upload.client])
         self.memory.release(upload.client for upload in uploads)
 
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
@@ -100,7 +124,7 @@ class Cluster:
         yield from ((client, told[client]) for client in clients)
 
     def _each(self, left: deque[Any], job: Callable[[Any], Job]) -> Iterator[tuple[Any, Any]]:
-        """Keep the cluster busy with what is left, and give back what becomes of it: an answer or a mishap."""
+        """Keep the cluster busy with the remaining tasks, and yield their results: an answer or a failure."""
         running: dict[Any, tuple[Any, float]] = {}
         while left or running:
             while left and len(running) < self._most():
@@ -113,14 +137,14 @@ class Cluster:
                 if time.monotonic() - since > self._deadline:
                     self._ray.cancel(task, force=True)
                     del running[task]
-                    yield what, Mishap("hung", f"no answer after {self._deadline:g} s")
+                    yield what, Failure("hung", f"no answer after {self._deadline:g} s")
 
     def _sent(self, name: str, board: Any, *rest: Any) -> Any:
-        """A task on its way; what lies in a list is handed on by name, and fetched once in a process."""
+        """Submit a task. Object references in a list are passed by name and fetched once per process."""
         return self._task.remote(name, [self._store], [board], *rest)
 
     def _most(self) -> int:
-        """Tasks to have out at a time: two for each core, so that none waits for us; one, if a deadline counts."""
+        """The number of tasks in flight: two per core, so that no core waits for us; one if there is a deadline."""
         cores = int(self._ray.cluster_resources().get("CPU", 1))
         return max(1, cores if self._deadline else 2 * cores)
 
@@ -128,7 +152,7 @@ class Cluster:
         try:
             answer = self._ray.get(task)
         except self._ray.exceptions.RayError as error:
-            return Mishap("died", f"its process or node was lost {RETRIES + 1} times ({type(error).__name__})")
+            return Failure("died", f"its process or node was lost {RETRIES + 1} times ({type(error).__name__})")
         if isinstance(answer, FedflatError):
             raise answer
         return answer
@@ -141,9 +165,9 @@ class Cluster:
 
 
 def _connect(address: str | None, workers: int) -> tuple[Any, bool]:
-    """Ray, and whether it was started or joined by us and is ours to leave."""
+    """Connect to Ray; return it and whether this process started or joined it and must leave it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of a change to come
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise Ray warns of an upcoming change
     try:
         import ray
     except ImportError:
@@ -162,12 +186,12 @@ def _connect(address: str | None, workers: int) -> tuple[Any, bool]:
         where = f"engine.address = {address!r}: no Ray cluster answers there" if address else "Ray does not start here"
         raise TrainingError(f"{where} ({str(error).splitlines()[0]})") from None
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)  # Ray's own would end a run in the middle of its round
+        signal.signal(signal.SIGTERM, before)  # Ray's own handler would end a run in the middle of a round
     return ray, True
 
 
 def _knock(address: str) -> None:
-    """See whether anybody is there: Ray itself would try for minutes."""
+    """Check that the address answers; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
         socket.create_connection((host, int(port)), timeout=5).close()
@@ -191,7 +215,7 @@ _resident: dict[Any, Worker] = {}
 
 
 def _worker(store: Any) -> Worker:
-    """This process's worker for a problem; it is made at the first task of that problem."""
+    """This process's worker for a problem, created at the problem's first task."""
     import ray
 
     if store not in _resident:
@@ -202,44 +226,44 @@ def _worker(store: Any) -> Worker:
         train, test = (Samples(tensors[f"{part}.inputs"], tensors[f"{part}.labels"]) for part in ("train", "test"))
         dataset = replace(problem.federation.dataset, train=train, test=test)
         problem.federation = replace(problem.federation, dataset=dataset)
-        _resident[store] = Worker(problem, question)
+        _resident[store] = settled_worker(problem, question)
     return _resident[store]
 
 
 def _task(name: str, stores: list[Any], boards: list[Any], *rest: Any) -> Any:
-    """Any task, in a process of the cluster."""
+    """Run any task in a process of the cluster."""
     import ray
 
     with one_thread():
         worker = _worker(stores[0])
         try:
-            work: dict[str, Callable[..., Any]] = {"turns": _turns, "score": _score, "tell": _tell}
+            work: dict[str, Callable[..., Any]] = {"local_rounds": _local_rounds, "score": _score, "tell": _tell}
             return work[name](worker, ray.get(boards[0]), *rest)
         except FedflatError as error:
             return error
         except Exception as error:
-            return Mishap("raised", mishap(error, worker.stage))
+            return Failure("raised", failure(error, worker.stage))
 
 
-def _turns(worker: Worker, board: Any, clients: list[int], kept: list[Arrays | None]) -> list[dict[str, Any]]:
+def _local_rounds(worker: Worker, board: Any, clients: list[int], kept: list[Arrays | None]) -> list[dict[str, Any]]:
     round, lr, sent = board
     memories = [None if row is None else vectors(row) for row in kept]
-    uploads = worker.turns(Brief(round, lr, vectors(sent)), clients, memories)
+    trained = worker.local_rounds(Broadcast(round, lr, vectors(sent)), clients, memories)
     return [
         {
             **numbers(u),
             "norm": u.norm,
             "delta": arrays({"delta": u.delta}),
             "up": arrays(u.vectors),
-            "kept": arrays(u.memory),
+            "kept": arrays(kept),
         }
-        for u in uploads
+        for u, kept in trained
     ]
 
 
 def _completed(answer: dict[str, Any]) -> Upload:
     norm, delta = answer.pop("norm"), vectors(answer.pop("delta"))["delta"]
-    upload = Upload(delta=delta, vectors=vectors(answer.pop("up")), memory=vectors(answer.pop("kept")), **answer)
+    upload = Upload(delta=delta, vectors=vectors(answer.pop("up")), **answer)
     vars(upload)["norm"] = norm
     return upload
 
@@ -255,6 +279,6 @@ def _tell(worker: Worker, board: Arrays, client: int, about: About) -> Arrays:
 
 
 def _sure(answer: Any, about: str) -> Any:
-    if isinstance(answer, Mishap):
+    if isinstance(answer, Failure):
         raise TrainingError(f"{about}: {answer.detail}")
     return answer

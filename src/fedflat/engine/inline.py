@@ -1,4 +1,4 @@
-"""All turns in this process, one after the other: a failing client's traceback points into the user's code."""
+"""Runs all local rounds in this process, one by one: a failing client's traceback points into the user's code."""
 
 from __future__ import annotations
 
@@ -8,47 +8,71 @@ from operator import add
 
 from torch import Tensor
 
-from fedflat.client import About, Brief, Problem, Questions, Refusal, Worker, mishap
-from fedflat.engine.engine import chunks, groups, one_thread
-from fedflat.metrics import Score
-from fedflat.parts import Upload, Uploads
-from fedflat.state import ServerState
-from fedflat.store import Memory, Scratch
+from fedflat.engine.heap import settled_worker
+from fedflat.local import Vectors
+from fedflat.methods import Upload, Uploads
+from fedflat.rounds import (
+    About,
+    Broadcast,
+    Memory,
+    Problem,
+    Questions,
+    Refusal,
+    Score,
+    Scratch,
+    ServerState,
+    chunks,
+    failure,
+    groups,
+    misfit_memory,
+    one_thread,
+)
 
 
 class Inline:
-    """The engine without processes."""
+    """The engine without worker processes."""
 
     def __init__(self, problem: Problem, question: Questions | None = None) -> None:
         self._problem = problem
-        self._worker = Worker(problem, question)
+        self._worker = settled_worker(problem, question)
         self._scratch = Scratch(problem.room())
+        self._kept: dict[int, Vectors] = {}
         self.memory = Memory(
             self._scratch.path, problem.federation.clients, problem.memory, problem.network.weights.dtype
         )
 
-    def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
+    def local_rounds(self, broadcast: Broadcast, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
+        self._kept = {}
         for clients in groups(self._problem, cohort):
-            yield from self._turns(brief, clients)
+            yield from self._local_rounds(broadcast, clients)
             self.memory.release(clients)
 
-    def _turns(self, brief: Brief, clients: Sequence[int]) -> list[Upload | Refusal]:
-        """The turns of clients that share steps; if one of them fails, each for itself."""
+    def _local_rounds(self, broadcast: Broadcast, clients: Sequence[int]) -> list[Upload | Refusal]:
+        """Run the local rounds of clients that share steps; if one of them fails, run each on its own."""
         try:
             with one_thread():
                 memories = [self.memory[client] for client in clients]
-                return [*self._worker.turns(brief, clients, memories)]
+                trained = self._worker.local_rounds(broadcast, clients, memories)
         except Exception as error:
             if len(clients) == 1:
-                return [Refusal(clients[0], "raised", mishap(error, self._worker.stage), error)]
-            return [outcome for client in clients for outcome in self._turns(brief, [client])]
+                return [Refusal(clients[0], "raised", failure(error, self._worker.stage), error)]
+            return [outcome for client in clients for outcome in self._local_rounds(broadcast, [client])]
+        self._kept |= {upload.client: kept for upload, kept in trained}
+        faults = [misfit_memory(kept, self._problem) for _, kept in trained]
+        return [
+            Refusal(upload.client, *fault) if fault else upload
+            for (upload, _), fault in zip(trained, faults, strict=True)
+        ]
 
     def release(self, client: int) -> None:
         pass  # it goes with the upload
 
+    def kept(self, client: int) -> Vectors:
+        return self._kept[client]
+
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:
-            self.memory.keep(upload.client, upload.memory)
+            self.memory.keep(upload.client, self._kept[upload.client])
         self.memory.release(upload.client for upload in uploads)
 
     def score(self, state: ServerState, part: str, chunk: int) -> Score:

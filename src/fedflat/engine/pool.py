@@ -1,7 +1,7 @@
-"""Worker processes of one thread each, started once; vectors cross in shared memory, and a task is a few numbers.
+"""Single-threaded worker processes, started once. Vectors are in shared memory, and a task is a few numbers.
 
-A worker that is lost, or that is past its deadline, is replaced: the client that it was at is refused in this round,
-and nobody else notices.
+A worker that dies or passes its deadline is replaced. The client it was training is refused in this round; other
+clients are not affected.
 """
 
 from __future__ import annotations
@@ -24,25 +24,38 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing import get_context
 
-from fedflat.client import ABOUT, STAGES, About, Brief, Problem, Questions, Refusal
-from fedflat.engine.engine import chunks, groups
-from fedflat.engine.shared import RECORD, Mishap, Shared, Task
+from fedflat.engine.heap import keep_freed_memory
+from fedflat.engine.shared import RECORD, Failure, Shared, Task
 from fedflat.engine.worker import serve
 from fedflat.errors import TrainingError
-from fedflat.metrics import Score
-from fedflat.parts import Upload, Uploads
-from fedflat.state import ServerState
-from fedflat.store import Memory, Scratch
+from fedflat.local import Vectors
+from fedflat.methods import Upload, Uploads
+from fedflat.rounds import (
+    ABOUT,
+    FREED,
+    STAGES,
+    About,
+    Broadcast,
+    Memory,
+    Problem,
+    Questions,
+    Refusal,
+    Score,
+    Scratch,
+    ServerState,
+    chunks,
+    groups,
+)
 
-# Forked workers begin at once with torch and the data in place; where forking is not safe they import and map them.
+# Forked workers start at once with torch and the data in place. Where forking is not safe they import and map them.
 START = "fork" if sys.platform == "linux" else "spawn"
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
-RETRIES = 2  # of a task whose worker was lost, after which it is the task's fault
-POLL = 0.25  # seconds between two looks at the deadlines
+RETRIES = 2  # of a task whose worker was lost, before it counts as the task's failure
+POLL = 0.25  # seconds between checks of the deadlines
 
 
 def cores() -> int:
-    """The cores that this process may use, also inside a container's limit."""
+    """Return the number of cores that this process may use, within a container's limit."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = CPU_LIMIT.read_text().split()
@@ -54,12 +67,9 @@ def cores() -> int:
 class Pool:
     """The engine of worker processes.
 
-    All tasks of a round lie in one pipe, as records of one size: a worker takes the next one as soon as it is done with
-    its last, without asking anybody, and a worker that is killed holds no lock. Each has a pipe of its own to answer.
-    A client's turn may take `deadline` seconds, or for ever if that is 0.
-
-    Nothing is trained in the server's process. Its network lives in the vector that was last sent, and is to be left
-    alone until the pool is closed; a forked worker writes to its own copy of those pages.
+    All tasks of a round are in one pipe, as records of fixed size. A worker takes the next task as soon as it has
+    finished its last, without coordination, and a killed worker holds no lock. Each worker answers through its own
+    pipe. A client's local round may take `deadline` seconds; 0 means no limit.
     """
 
     def __init__(
@@ -72,6 +82,7 @@ class Pool:
         deadline: float = 0.0,
         start: str = START,
     ) -> None:
+        keep_freed_memory(below=FREED)  # the vectors of a large model leave no memory behind on the server
         self._problem, self._slots, self._question, self._deadline = problem, slots, question, deadline
         self._scratch = Scratch(problem.room(slots))
         self._shared = Shared(self._scratch, problem, state, slots, workers)
@@ -82,10 +93,9 @@ class Pool:
         self._workers: dict[Any, tuple[int, Any]] = {}
         self._answers = DefaultSelector()
         if start == "fork":
-            gc.freeze()  # the collector would write to all objects, and each worker would get its own copy of them
-        problem.network.bind(state.weights)
+            gc.freeze()  # the collector would write to all objects, and each worker would copy them
         self._hire_all(workers)
-        atexit.register(self.close)  # multiprocessing itself would wait at exit for workers that heed no signal
+        atexit.register(self.close)  # multiprocessing would wait at exit for workers that ignore signals
 
     @property
     def memory(self) -> Memory:
@@ -99,11 +109,11 @@ class Pool:
 
     def _hire(self, number: int) -> None:
         answers, answer = self._context.Pipe(duplex=False)
-        # A forked worker inherits the server's ends; unless it closes them no worker would see the server go.
+        # A forked worker inherits the server's ends. Unless it closes them, workers would not see the server exit.
         forked = self._context.get_start_method() == "fork"
         inherited = [*self._workers, answers, self._tasks] if forked else []
         self._shared.busy[0][number] = 0
-        arguments = (number, self._problem, self._question, self._shared, self._theirs, answer, inherited)
+        arguments = (number, self._problem, self._question, self._shared, self._theirs, answer, inherited, os.getpid())
         process = self._context.Process(target=serve, args=arguments, daemon=True)
         process.start()
         answer.close()
@@ -111,7 +121,7 @@ class Pool:
         self._answers.register(answers, EVENT_READ)
 
     def _dismiss(self, pipe: Any, patience: float = 0.0) -> tuple[int | None, list[tuple[int, Any]]]:
-        """End a worker, if it does not end by itself in `patience` seconds; its exit code, and what it still said."""
+        """End a worker, by force after `patience` seconds; return its exit code and its last answers."""
         _, process = self._workers.pop(pipe)
         self._answers.unregister(pipe)
         process.join(patience)
@@ -123,28 +133,30 @@ class Pool:
                 told.append(pipe.recv())
         return process.exitcode, told
 
-    def turns(self, brief: Brief, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
-        self._problem.network.bind(brief.sent["weights"])
+    def local_rounds(self, broadcast: Broadcast, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
         sharing = groups(self._problem, cohort)
         order = [client for clients in sharing for client in clients]
         self._places = {client: place for place, client in enumerate(order)}
-        self._shared.board.write(0, brief.sent)
+        self._shared.board.write(0, broadcast.sent)
         self._shared.lay(order)
         ends = accumulate(map(len, sharing), initial=0)
-        tasks = [Task(b"tu", next(self._numbers), brief.round, brief.lr, *span) for span in pairwise(ends)]
+        tasks = [Task(b"lo", next(self._numbers), broadcast.round, broadcast.lr, *span) for span in pairwise(ends)]
         for task, answer in self._each(tasks):
             slots = range(task.start, task.stop)
-            answers = [answer] * len(slots) if isinstance(answer, Mishap) else answer
+            answers = [answer] * len(slots) if isinstance(answer, Failure) else answer
             for slot, each in zip(slots, answers, strict=True):
-                lost = isinstance(each, Mishap)
+                lost = isinstance(each, Failure)
                 yield _refusal(order[slot], each) if lost else self._shared.completed(each, slot)
 
     def release(self, client: int) -> None:
         self._shared.free(self._places[client])
 
+    def kept(self, client: int) -> Vectors:
+        return self._shared.kept[self._places[client]]
+
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:
-            self.memory.keep(upload.client, upload.memory)
+            self.memory.keep(upload.client, self.kept(upload.client))
         self._shared.release()
 
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
@@ -173,45 +185,45 @@ class Pool:
                     due += 1
 
     def _each(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Any]]:
-        """Lay the tasks out in order, and give back what the workers make of them: an answer or a mishap."""
+        """Send the tasks in order, and yield the workers' results: an answer or a failure."""
         if self._given_up:
             raise TrainingError("an earlier round of this pool was given up half-way; start a new engine")
         self._given_up = True
         left, due, lost = deque(tasks), {task.number: task for task in tasks}, Counter[tuple[int, int]]()
         while due:
             self._lay(left)
-            # What was answered comes first: only the rest may be laid out once more.
+            # Read the answers first: only the remaining tasks may be sent again.
             for number, answer in sorted(self._told(due), key=lambda told: told[0] == 0):
-                if number == 0:  # lost between two tasks; it may have had one in its hands
+                if number == 0:  # lost between two tasks; it may have taken one
                     self._start_over()
                     left = deque(due.values())
                 elif number in due:
                     task = due.pop(number)
-                    again = self._again(task, answer, lost) if isinstance(answer, Mishap) else []
+                    again = self._again(task, answer, lost) if isinstance(answer, Failure) else []
                     due |= {each.number: each for each in again}
                     left.extend(again)
                     if not again:
                         yield task, answer
         self._given_up = False
 
-    def _again(self, task: Task, answer: Mishap, lost: Counter[tuple[int, int]]) -> list[Task]:
-        """What to lay out once more: what a worker was lost at, but for a single turn; then a group's clients alone."""
-        turn, size = task.kind == b"tu", task.stop - task.start
+    def _again(self, task: Task, answer: Failure, lost: Counter[tuple[int, int]]) -> list[Task]:
+        """What to retry: a lost worker's task unless it was a single local round; a group's clients one by one."""
+        trains, size = task.kind == b"lo", task.stop - task.start
         lost[task.start, task.stop] += 1
-        if answer.reason == "died" and (size > 1 or not turn) and lost[task.start, task.stop] <= RETRIES:
+        if answer.reason == "died" and (size > 1 or not trains) and lost[task.start, task.stop] <= RETRIES:
             return [task._replace(number=next(self._numbers))]
-        alone = range(task.start, task.stop) if turn and size > 1 and answer.error is None else ()
+        alone = range(task.start, task.stop) if trains and size > 1 and answer.error is None else ()
         return [task._replace(number=next(self._numbers), start=i, stop=i + 1) for i in alone]
 
     def _lay(self, left: deque[Task]) -> None:
-        """As many records as the pipe takes without waiting."""
+        """Write as many records as the pipe takes without blocking."""
         with suppress(BlockingIOError):
             while left:
                 os.write(self._tasks.fileno(), RECORD.pack(*left[0]))
                 left.popleft()
 
     def _told(self, due: dict[int, Task]) -> list[tuple[int, Any]]:
-        """What the workers have answered by now, each with the task's number: 0 if a worker was lost without one."""
+        """The answers available now, each with its task's number; 0 if a worker was lost without a task."""
         told: list[tuple[int, Any]] = []
         ready: list[Any] = [key.fileobj for key, _ in self._answers.select(POLL if self._deadline else None)]
         for pipe in ready:
@@ -228,22 +240,22 @@ class Pool:
 
     def _late(self, task: Task, worker: int) -> bool:
         allowed = self._deadline * (task.stop - task.start)
-        return task.kind == b"tu" and time.monotonic() - float(self._shared.since[0][worker]) > allowed
+        return task.kind == b"lo" and time.monotonic() - float(self._shared.since[0][worker]) > allowed
 
     def _replaced(self, pipe: Any, hung: int = 0) -> list[tuple[int, Any]]:
-        """Another worker in the place of one that died, or hung at a task; what it still said, and what was lost."""
+        """Replace a worker that died or hung at a task; return its last answers and what was lost."""
         worker = self._workers[pipe][0]
         code, told = self._dismiss(pipe, 0.0 if hung else 0.2)
-        # Only now that it is gone do its numbers stand still.
+        # Its numbers are stable only once it has exited.
         number, stage = int(self._shared.busy[0][worker]), STAGES[int(self._shared.stage[worker])]
         self._hire(worker)
         if not hung:
-            return [*told, (number, Mishap("died", f"its worker process died with exit code {code}, while {stage}"))]
-        late = Mishap("hung", f"no answer after {self._deadline:g} s, while {stage}")
+            return [*told, (number, Failure("died", f"its worker process died with exit code {code}, while {stage}"))]
+        late = Failure("hung", f"no answer after {self._deadline:g} s, while {stage}")
         return [*told, (number if number == hung else 0, late)]
 
     def _start_over(self) -> None:
-        """New workers with an empty pipe: what the old ones had not answered must be laid out again."""
+        """Start new workers with an empty pipe; tasks without an answer must be sent again."""
         workers = len(self._workers)
         for pipe in [*self._workers]:
             self._dismiss(pipe)
@@ -267,16 +279,15 @@ class Pool:
         for process in processes:
             process.join()
         self._scratch.close()
-        self._problem.network.bind(self._problem.network.weights.clone())
         gc.unfreeze()
 
 
 def _sure(answer: Any, about: str) -> Any:
-    """An answer that nothing can go on without."""
-    if isinstance(answer, Mishap):
+    """Return an answer, or raise if the task failed."""
+    if isinstance(answer, Failure):
         raise (answer.error or TrainingError)(f"{about}: {answer.detail}" if answer.error is None else answer.detail)
     return answer
 
 
-def _refusal(client: int, mishap: Mishap) -> Refusal:
-    return Refusal(client, mishap.reason, mishap.detail, mishap.error(mishap.detail) if mishap.error else None)
+def _refusal(client: int, failure: Failure) -> Refusal:
+    return Refusal(client, failure.reason, failure.detail, failure.error(failure.detail) if failure.error else None)

@@ -1,9 +1,10 @@
-"""A worker process: it takes a task, does it, and answers, until the server is gone."""
+"""A worker process: takes a task, runs it and answers, until the server is gone."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,14 +13,14 @@ from typing import Any
 
 import torch
 
-from fedflat.admission import misfit
-from fedflat.client import ABOUT, Brief, Problem, Questions, Worker, mishap
-from fedflat.engine.shared import RECORD, Mishap, Numbers, Shared, Task
+from fedflat.engine.heap import give_freed_memory_back, settled_worker
+from fedflat.engine.shared import RECORD, Failure, Numbers, Shared, Task
 from fedflat.errors import FedflatError
-from fedflat.heap import give_freed_memory_back
-from fedflat.metrics import Score
-from fedflat.parts import Upload
-from fedflat.store import FREED
+from fedflat.local import Vectors
+from fedflat.methods import Upload
+from fedflat.rounds import ABOUT, FREED, Broadcast, Problem, Questions, Score, Worker, failure, misfit, misfit_memory
+
+WATCH = 0.2  # seconds between checks that the server is alive
 
 
 def serve(
@@ -30,15 +31,17 @@ def serve(
     tasks: Connection,
     answer: Connection,
     inherited: Sequence[Connection],
+    parent: int,
 ) -> None:
-    """A worker's life: take a task, do it, answer; end when the server closes the pipe."""
+    """Run tasks and answer them until the server closes the pipe or is killed."""
     for end in inherited:
         end.close()
-    # Ctrl-C and a batch system's SIGTERM reach the whole group; when to end is for the server to say.
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    # Ctrl-C and a batch system's SIGTERM reach the whole process group. The server decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
-    worker = Worker(problem, question, shared.stage[number], shared.first[0])
+    worker = settled_worker(problem, question, shared.stage[number], shared.first[0])
     busy, since = shared.busy[0].numpy(), shared.since[0].numpy()
     with suppress(ConnectionError):
         while record := os.read(tasks.fileno(), RECORD.size):
@@ -49,40 +52,47 @@ def serve(
             busy[number] = 0
 
 
+def _end_with(parent: int) -> None:
+    """Exit when the server is gone, even during a local round: an orphaned process gets another parent."""
+    while os.getppid() == parent:
+        time.sleep(WATCH)
+    os._exit(1)
+
+
 def _answer(worker: Worker, shared: Shared, task: Task) -> Any:
-    """What came of a task, or the mishap that it ended in."""
+    """Run a task and return its result, or the failure it ended in."""
     try:
-        return {b"tu": _turns, b"as": _tell}.get(task.kind, _score)(worker, shared, task)
+        return {b"lo": _local_rounds, b"as": _tell}.get(task.kind, _score)(worker, shared, task)
     except FedflatError as error:
-        return Mishap("raised", str(error), type(error))
+        return Failure("raised", str(error), type(error))
     except Exception as error:
-        return Mishap("raised", mishap(error, worker.stage))
+        return Failure("raised", failure(error, worker.stage))
 
 
-def _turns(worker: Worker, shared: Shared, task: Task) -> list[Numbers | Mishap]:
+def _local_rounds(worker: Worker, shared: Shared, task: Task) -> list[Numbers | Failure]:
     slots, clients = range(task.start, task.stop), shared.who(task.start, task.stop)
-    brief = Brief(task.round, task.lr, shared.board[0])
-    uploads = worker.turns(brief, clients, [shared.memory[client] for client in clients])
-    answers = [_left(worker, shared, upload, slot) for upload, slot in zip(uploads, slots, strict=True)]
+    broadcast = Broadcast(task.round, task.lr, shared.board[0])
+    trained = worker.local_rounds(broadcast, clients, [shared.memory[client] for client in clients])
+    answers = [_left(worker, shared, *each, slot) for each, slot in zip(trained, slots, strict=True)]
     shared.memory.release(clients)
-    del uploads
+    del trained
     if worker.problem.network.weights.nbytes >= FREED:
-        give_freed_memory_back()  # or the heap grows over the first clients, whose blocks do not fit into old holes
+        give_freed_memory_back()  # else the heap grows over the first clients, whose blocks do not fit into old holes
     return answers
 
 
-def _left(worker: Worker, shared: Shared, upload: Upload, slot: int) -> Numbers | Mishap:
-    """An upload left in its slot; one that does not fit would be stretched or converted there without a word."""
-    fault = misfit(upload, worker.problem)
-    return Mishap(*fault) if fault else shared.stripped(upload, slot)
+def _left(worker: Worker, shared: Shared, upload: Upload, kept: Vectors, slot: int) -> Numbers | Failure:
+    """Copy an upload into its slot. One of another size or dtype would be broadcast or converted silently."""
+    fault = misfit(upload, worker.problem) or misfit_memory(kept, worker.problem)
+    return Failure(*fault) if fault else shared.stripped(upload, kept, slot)
 
 
 def _tell(worker: Worker, shared: Shared, task: Task) -> None:
     (client,) = shared.who(task.start, task.stop)
     vector, about = shared.model[0]["vector"], ABOUT[task.round]
-    shared.slots.write(task.start, {"delta": worker.answer(*shared.shown(worker), client, vector, about)})
+    shared.slots.write(task.start, {"delta": worker.answer(*shared.evaluated(worker), client, vector, about)})
 
 
 def _score(worker: Worker, shared: Shared, task: Task) -> Score:
     part = "test" if task.kind == b"te" else "train"
-    return worker.score(*shared.shown(worker), part, task.start, task.stop)
+    return worker.score(*shared.evaluated(worker), part, task.start, task.stop)

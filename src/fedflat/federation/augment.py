@@ -1,7 +1,7 @@
-"""From stored bytes to what a network sees: normalisation, and random changes of whole batches.
+"""From stored bytes to network inputs: normalisation and random augmentation of whole batches.
 
-On its way a batch of images is (batch, height, width · channels): the order of channels_last memory, with a last
-dimension so long that broadcasting over it is several times faster than over three channels.
+Internally a batch of images has the shape (batch, height, width · channels). This is the order of channels_last
+memory, and broadcasting over the long last dimension is several times faster than over three channels.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,14 @@ Fill = Literal["black", "mean", "reflect"]
 def normalise(
     inputs: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """(x/255 − mean)/std of bytes, (x − mean)/std of other numbers; images (batch, C, H, W) come out channels_last.
+    """Normalises bytes to (x/255 − mean)/std and other numbers to (x − mean)/std.
 
-    `mean` and `std` hold one value for each channel (without images: for each entry of the last dimension), one for
-    all, or none: then bytes become [0, 1], and other numbers stay as they are.
+    Args:
+        inputs: a batch of samples. Images (batch, C, H, W) are returned in channels_last memory format.
+        mean: one value per channel (for other samples: per entry of the last dimension), one for all, or none. With
+            neither mean nor std, bytes are scaled to [0, 1] and other numbers are unchanged.
+        std: like `mean`.
+        dtype: the precision of the result.
 
     >>> normalise(torch.tensor([[0, 51, 255]], dtype=torch.uint8), mean=(0.5,), std=(0.5,))
     tensor([[-1.0000, -0.6000,  1.0000]])
@@ -36,13 +40,18 @@ def normalise(
 
 @dataclass(frozen=True)
 class Augment:
-    """Random crop, horizontal flip and cutout of a batch of images, drawn anew for every sample.
+    """Random crop, horizontal flip and cutout of a batch of images, drawn independently for every sample.
 
-    crop: side of the margin around the image, within which the crop of the image's own size moves; 0 = off
-    crop_probability: how often a sample is cropped at all
-    crop_fill: what the margin shows: zeros before ("black") or after ("mean") normalisation, or the image reflected
-    flip: probability of a horizontal flip
-    cutout: side of a square set to zero after normalisation, centred on any pixel, clipped at the borders; 0 = off
+    Args:
+        crop: width of the margin around the image; the crop has the image's own size. 0 turns it off.
+        crop_probability: probability that a sample is cropped.
+        crop_fill: content of the margin: zeros before ("black") or after ("mean") normalisation, or "reflect".
+        flip: probability of a horizontal flip.
+        cutout: side of a square that is set to zero after normalisation, centred on a random pixel and clipped at the
+            borders. 0 turns it off.
+
+    Raises:
+        RecipeError: a value is out of range.
 
     >>> mirror = Augment(flip=1.0)
     >>> mirror(torch.tensor([[[[1.0, 2.0, 3.0]]]]), mean=(), std=(), generator=torch.Generator())
@@ -69,7 +78,7 @@ class Augment:
 
     @property
     def draws(self) -> bool:
-        """Whether a batch is changed at all."""
+        """Whether the augmentation changes anything."""
         return bool(self.crop or self.flip or self.cutout)
 
     def __call__(
@@ -80,16 +89,16 @@ class Augment:
         generator: torch.Generator,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """The batch changed, then normalised as by `normalise`.
+        """Augments a batch and then normalises it as `normalise` does.
 
-        All draws come from `generator`, a processor's, so that they are the same on every device.
+        All draws come from `generator`, which is a CPU generator, so they are the same on every device.
         """
         if not self.draws:
             return normalise(inputs, mean, std, dtype)
         self._check(inputs)
         _, channels, height, width = inputs.shape
         rows, columns = self._sources(inputs, generator)
-        # Reflected, every source is a pixel of the image; the other fills then blank what came from outside.
+        # With reflection every source is a pixel of the image. The other fills then blank pixels from outside.
         x = _gather(inputs, _reflected(rows, height), _reflected(columns, width))
         inside = _outer((rows >= 0) & (rows < height), (columns >= 0) & (columns < width), channels)
         if self.crop and self.crop_fill == "black":
@@ -110,7 +119,7 @@ class Augment:
             raise RecipeError(f"augment.crop = {self.crop} must be smaller than the images of {height}×{width} pixels.")
 
     def _sources(self, inputs: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Row (batch, H) and column (batch, W) of the image that each pixel of the result shows; some lie outside."""
+        """The source row (batch, H) and column (batch, W) of each pixel of the result; some are outside the image."""
         batch, _, height, width = inputs.shape
         device = inputs.device
         rows = torch.arange(height, dtype=torch.int32, device=device).expand(batch, -1)
@@ -128,7 +137,7 @@ class Augment:
         return rows, columns
 
     def _keep(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        """0 inside the square of cutout, 1 elsewhere."""
+        """The cutout mask: 0 inside the square, 1 elsewhere."""
         batch, channels, height, width = inputs.shape
 
         def covered(side: int) -> Tensor:
@@ -141,7 +150,7 @@ class Augment:
 
 
 def _normalised(x: Tensor, channels: int, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """`normalise`, with the channels running fastest in the last dimension."""
+    """`normalise` for inputs whose last dimension holds the channels, which vary fastest."""
     if not mean and not std and x.is_floating_point():
         return x.to(dtype, copy=True)
     unit = 255.0 if x.dtype == torch.uint8 else 1.0
@@ -160,7 +169,7 @@ def _affine(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """scale and shift with scale · x + shift = (x/unit − mean)/std, repeated along a row of pixels."""
+    """The scale and shift with scale · x + shift = (x/unit − mean)/std, repeated along a row of pixels."""
     for field, values in (("mean", mean), ("std", std)):
         if len(values) not in (0, 1, channels):
             raise RecipeError(f"{field} has {len(values)} values, but the samples have {channels} channels.")
@@ -173,7 +182,7 @@ def _affine(
 
 
 def _reflected(index: Tensor, side: int) -> Tensor:
-    """Indices beyond 0 … side − 1 mirrored back at the outermost pixel, which is not repeated.
+    """Reflects indices outside 0 … side − 1 at the outermost pixel, which is not repeated.
 
     >>> _reflected(torch.arange(-2, 5), side=3)
     tensor([2, 1, 0, 1, 2, 1, 0])
@@ -197,11 +206,11 @@ def _gather(inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _outer(rows: Tensor, columns: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """(batch, H) and (batch, W) as two factors whose product is a mask (batch, H, W · C)."""
+    """Reshapes (batch, H) and (batch, W) into two factors whose product is a mask (batch, H, W · C)."""
     return rows.unsqueeze(2), columns.unsqueeze(2).expand(-1, -1, channels).flatten(1).unsqueeze(1)
 
 
 def _images(x: Tensor, channels: int) -> Tensor:
-    """(batch, H, W · C) seen as (batch, C, H, W)."""
+    """Views (batch, H, W · C) as (batch, C, H, W)."""
     batch, height, row = x.shape
     return x.view(batch, height, row // channels, channels).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""The authors' own draws: the partitions that three public repositories make, to the index.
+"""The authors' own draws: exact reproductions of the partitions of three public repositories.
 
 | draws          | repository                   | splits                                              |
 |----------------|------------------------------|-----------------------------------------------------|
@@ -6,9 +6,9 @@
 | `fl-simulator` | woodenchild95/FL-Simulator   | iid, dirichlet (with refill), pathological          |
 | `fedman`       | vcl-iisc/fedMAN              | iid, dirichlet (without refill)                     |
 
-They draw by NumPy's legacy generator, whose stream NumPy has frozen. So every call below has its place: what is drawn
-is discarded, repeated or left over exactly where the authors' code does so. A split maps `(labels, clients, rng, *,
-options)` to one index array per client; samples that do not divide evenly are left out or go to client 0, as theirs do.
+They use NumPy's legacy generator, whose stream NumPy has frozen. So the order of the calls below matters: they draw,
+discard and repeat exactly where the authors' code does. A split maps `(labels, clients, rng, *, options)` to one index
+array per client. Samples that do not divide evenly are left out or go to client 0, as in the authors' code.
 """
 
 from bisect import bisect_left
@@ -26,26 +26,30 @@ from fedflat.federation.splits import SPLITS, Floats, Indices, Shards, pools, re
 
 Split: TypeAlias = Callable[..., Shards]
 MATCHED = 1000  # size of FedSoL's local test sets
-LDA_DRAWS = 100_000  # minutes; for 100 clients at α = 0.05, CIFAR-10 takes 3,482 and MNIST 17,293
-CLASS_DRAWS = 2**27  # some seconds
+LDA_DRAWS = 100_000  # takes minutes; for 100 clients at α = 0.05, CIFAR-10 needs 3,482 draws and MNIST 17,293
+CLASS_DRAWS = 2**27  # takes a few seconds
 
 
 def divide(
     draws: str, kind: str, labels: Indices, clients: int, seed: int, *, test: Indices | None = None, **options: Any
 ) -> tuple[Shards, Shards | None]:
-    """The partition that the authors' code makes from its seed, sorted within a client, and its local test sets.
+    """Reproduces the partition of the authors' code, and FedSoL's local test sets.
 
     Args:
         draws: `fedsol`, `fl-simulator` or `fedman`.
-        kind: The split, one of those that the authors' code has.
-        labels: The training labels, in the order of the data set's own files.
-        clients: Number of clients m.
-        seed: The seed of their partition: 19940817 in FedSoL's code, 20 in FL-Simulator's, 23217 in fedMAN's.
-        test: The test labels, for FedSoL's local test sets.
-        options: The options of that split.
+        kind: the split, one of those in the authors' code.
+        labels: the training labels, in the order of the data set's files.
+        clients: number of clients m.
+        seed: the seed of the partition: 19940817 in FedSoL's code, 20 in FL-Simulator's, 23217 in fedMAN's.
+        test: the test labels, for FedSoL's local test sets.
+        options: the options of the split.
 
     Returns:
-        Each client's training samples, and each client's test samples if the authors draw them (FedSoL) or None.
+        The sorted training samples of each client, and the test samples of each client (FedSoL) or None.
+
+    Raises:
+        RecipeError: the authors' code does not have the split, or an option or the seed is invalid.
+        SplitError: the split cannot be made.
 
     >>> divide("fedsol", "iid", np.zeros(7, dtype=np.int64), 2, seed=0)[0]
     [array([1, 2, 6]), array([3, 4, 5])]
@@ -64,14 +68,14 @@ def divide(
 
 
 def splits_by(draws: str) -> dict[str, Split]:
-    """The splits that can be drawn so, by name; `fedflat` means our own."""
-    return SPLITS if draws == "fedflat" else HOUSES[draws]
+    """The splits with these draws, by name. `draws` is `fedflat` (our own) or one of the authors' repositories."""
+    return SPLITS if draws == "fedflat" else DRAWS[draws]
 
 
 def _split(draws: str, kind: str) -> Split:
-    if kind in HOUSES[draws]:
-        return HOUSES[draws][kind]
-    *others, last = HOUSES[draws]
+    if kind in DRAWS[draws]:
+        return DRAWS[draws][kind]
+    *others, last = DRAWS[draws]
     raise RecipeError(
         f"split.draws = {draws!r}: those authors have no split {kind!r}, only {', '.join(others)} and {last}; "
         "choose one of them, or split.draws = 'fedflat'"
@@ -79,10 +83,10 @@ def _split(draws: str, kind: str) -> Split:
 
 
 def _loaded(draws: str, labels: Indices, seed: int) -> Indices:
-    """The order in which the authors' code reads the data set: the files' own, but for fedMAN's Tiny-ImageNet.
+    """The order in which the authors' code reads the data set: that of the files, except for fedMAN's Tiny-ImageNet.
 
-    There a shuffling torch loader comes first, with torch's generator at the same seed. Two loaders are opened before
-    the first batch is asked for, and each takes a number; the next one seeds the permutation.
+    That one comes from a shuffling torch loader, with torch's generator at the same seed. Two loaders are opened before
+    the first batch, and each draws a number. The third number seeds the permutation.
     """
     if draws == "fedman" and _balanced(labels, classes=200, each=500):
         chance = torch.Generator().manual_seed(seed)
@@ -98,7 +102,7 @@ def _balanced(labels: Indices, classes: int, each: int) -> bool:
 
 
 def fedsol_iid(labels: Indices, clients: int, rng: RandomState) -> Shards:
-    """⌊N/m⌋ samples each: before every client what is left is shuffled again. The last N mod m stay out."""
+    """⌊N/m⌋ samples each. The rest is shuffled again before every client, and the last N mod m are left out."""
     size = len(labels) // clients
     left = np.arange(len(labels))
     shards = []
@@ -110,10 +114,10 @@ def fedsol_iid(labels: Indices, clients: int, rng: RandomState) -> Shards:
 
 
 def fedsol_lda(labels: Indices, clients: int, rng: RandomState, *, alpha: float, min_size: int = 10) -> Shards:
-    """Each class is cut at ⌊n_c · cumsum(p)⌋, p ~ Dir(α·1_m), zero for clients with ⌊N/m⌋ samples or more.
+    """Each class is cut at ⌊n_c · cumsum(p)⌋ with p ~ Dir(α·1_m); p is 0 for clients with ⌊N/m⌋ samples or more.
 
-    All is drawn again until everyone has `min_size` (10 in the authors' code); the classes stay shuffled from draw to
-    draw. The authors' loop has no end; ours gives up.
+    Everything is drawn again until every client has `min_size` samples (10 in the authors' code). The classes stay
+    shuffled between draws. The authors' loop is unbounded; ours raises an error.
     """
     require_min_size(labels, clients, min_size)
     classes = pools(labels)
@@ -124,7 +128,7 @@ def fedsol_lda(labels: Indices, clients: int, rng: RandomState, *, alpha: float,
             rng.shuffle(pool)
             cuts.append(_lda_cuts(len(pool), alpha, held < len(labels) // clients, rng))
             held += np.diff(cuts[-1], prepend=0, append=len(pool))
-        for size in held:  # each client's samples; only what this takes from the stream matters, for we sort them
+        for size in held:  # the authors shuffle each client's samples; we sort them, and only advance the stream
             rng.shuffle(np.empty(size, dtype=np.int64))
         if held.min() >= min_size:
             pieces = [np.split(pool, ends) for pool, ends in zip(classes, cuts, strict=True)]
@@ -136,19 +140,20 @@ def fedsol_lda(labels: Indices, clients: int, rng: RandomState, *, alpha: float,
 
 
 def _lda_cuts(samples: int, alpha: float, below: NDArray[np.bool_], rng: RandomState) -> Indices:
-    """Where a class is cut; clients that are not `below` the mean size get nothing."""
+    """The positions at which a class is cut. Clients that are not `below` the mean size get nothing."""
     with np.errstate(invalid="ignore"):
         share = rng.dirichlet(np.repeat(alpha, len(below))) * below
         share /= share.sum()
-    # If nobody has a share, that is 0/0. Their cuts are then such that the last client takes the whole class.
+    # If no client has a share, this is 0/0. In the authors' code the last client then gets the whole class.
     return np.nan_to_num(np.cumsum(share) * samples).astype(np.int64)[:-1]
 
 
 def fedsol_shards(labels: Indices, clients: int, rng: RandomState, *, shards: int) -> Shards:
-    """Every class in ⌊s·m/C⌋ shards of neighbours; clients take the classes of a shuffled list, and of each any shard.
+    """Every class is cut into ⌊s·m/C⌋ contiguous shards; clients take random shards of the classes in a shuffled list.
 
-    If m does not divide the length of the list, the last clients go short. (The authors lengthen it by some of its own
-    entries, but by then no shards are left.) A client that finds none at all holds what the client before it holds.
+    If m does not divide the length of the list, the last clients get fewer shards. (The authors extend the list with
+    some of its own entries, but no shards are left by then.) A client without shards gets the samples of the client
+    before it.
     """
     classes = pools(labels)
     per_class = int(shards * clients / len(classes))
@@ -166,23 +171,23 @@ def fedsol_shards(labels: Indices, clients: int, rng: RandomState, *, shards: in
         row = wanted[i * width : (i + 1) * width]
         taken = [stock[c].pop(rng.choice(len(stock[c]), replace=False)) for c in row]
         if not taken and not division:
-            raise SplitError("shards: FedSoL's draws leave client 0 without a shard; choose another seed or number")
+            raise SplitError("shards: FedSoL's draws leave client 0 without a shard; change the seed or shards")
         division.append(np.concatenate(taken) if taken else division[-1])
     return division
 
 
 def _equal_shards(pool: Indices, pieces: int) -> list[Indices]:
-    """Neighbours together; what does not divide evenly, from the end of the class, goes one each to the first."""
+    """Cuts a class into contiguous shards. Leftover samples from its end go one each to the first shards."""
     size = len(pool) // pieces
     leftover = pool[size * pieces :]
     return [np.append(pool[i * size : (i + 1) * size], leftover[i : i + 1]) for i in range(pieces)]
 
 
 def _matched_tests(labels: Indices, shards: Shards, test: Indices, rng: RandomState) -> Shards:
-    """FedSoL's local test sets: of each class c a choice of ⌊1000 · q_c⌋ test samples, or all there are.
+    """FedSoL's local test sets: ⌊1000 · q_c⌋ random test samples of each class c, or all if there are fewer.
 
-    q is a client's label distribution in single precision, and so is the product: a floor may be one too low. The draw
-    follows upon the partition's, in the same stream.
+    q is the client's label distribution. It and the product are in single precision, so the result of the floor may be
+    one too low. The draw continues the stream of the partition.
     """
     candidates = [np.flatnonzero(test == c) for c in np.unique(labels)]
     tests = []
@@ -199,7 +204,7 @@ def _matched_tests(labels: Indices, shards: Shards, test: Indices, rng: RandomSt
 
 
 def simulator_iid(labels: Indices, clients: int, rng: RandomState, *, stratified: bool | None = None) -> Shards:
-    """The shuffled training set cut in a row; client 0 takes the N mod m left over. CIFAR-100 is divided by class."""
+    """The shuffled training set in consecutive parts; client 0 gets N mod m more. CIFAR-100 is split by class."""
     order = rng.permutation(len(labels))
     if _by_class(labels, stratified):
         return [order[shard] for shard in _stratified(labels[order], clients)]
@@ -209,7 +214,7 @@ def simulator_iid(labels: Indices, clients: int, rng: RandomState, *, stratified
 def simulator_dirichlet(
     labels: Indices, clients: int, rng: RandomState, *, alpha: float, refill: bool = True
 ) -> Shards:
-    """Equal sizes, classes from q_i ~ Dir(α·1_C). An exhausted class is filled again, and the class drawn anew."""
+    """Equal sizes, classes from q_i ~ Dir(α·1_C). An exhausted class is refilled, and the class is drawn again."""
     if not refill:
         raise RecipeError("split.draws = 'fl-simulator': its dirichlet has refill = true; choose draws = 'fedman'")
     order = rng.permutation(len(labels))
@@ -219,7 +224,7 @@ def simulator_dirichlet(
 
 
 def simulator_pathological(labels: Indices, clients: int, rng: RandomState, *, classes: int) -> Shards:
-    """As dirichlet with refill, but q_i is uniform on c classes: a row of c ones and C − c zeros, shuffled."""
+    """Like dirichlet with refill, but q_i is uniform over c classes: a shuffled row of c ones and C − c zeros."""
     present = len(np.unique(labels))
     if not 1 <= classes <= present:
         raise RecipeError(f"pathological: classes must be from 1 to {present}, the classes in the data; got {classes}")
@@ -233,7 +238,10 @@ def simulator_pathological(labels: Indices, clients: int, rng: RandomState, *, c
 
 
 def man_iid(labels: Indices, clients: int, rng: RandomState, *, stratified: bool | None = None) -> Shards:
-    """The training set cut in a row, not shuffled; the last N mod m stay out. CIFAR-100 is divided by class."""
+    """The training set, cut into consecutive parts without shuffling; the last N mod m samples are left out.
+
+    CIFAR-100 is split by class.
+    """
     if _by_class(labels, stratified):
         return _stratified(labels, clients)
     size = len(labels) // clients
@@ -256,29 +264,29 @@ def _rest_to_first(samples: int, clients: int) -> Indices:
 
 
 def _by_class(labels: Indices, stratified: bool | None) -> bool:
-    """What the recipe says, or else what the authors do: they divide CIFAR-100, and only that, by class."""
+    """The recipe's setting or, by default, that of the authors, who split only CIFAR-100 by class."""
     return _balanced(labels, classes=100, each=500) if stratified is None else stratified
 
 
 def _stratified(labels: Indices, clients: int) -> Shards:
-    """Client i takes the i-th run of each class. Which samples these are is up to NumPy's sort, which is not stable."""
+    """Client i takes the i-th run of each class. Its order comes from NumPy's sort, which is unstable."""
     classes = len(np.unique(labels))
     each, rest = divmod(len(labels), classes)
     if rest or each % clients or not _balanced(labels, classes, each):
         raise SplitError(
-            f"iid: to divide by class, these authors need equal classes whose size {clients} clients divide; "
+            f"iid: the authors' split by class needs classes of equal size, divisible by {clients} clients; "
             "change clients, or set split.draws = 'fedflat'"
         )
-    # Theirs has the default sort, and so must ours. Its order among equals depends on NumPy's version and processor.
+    # The authors use the default sort, so we must too. Its order of equal elements depends on NumPy's version and CPU.
     runs = np.argsort(labels).reshape(classes, clients, -1)
     return [runs[:, i].ravel() for i in range(clients)]
 
 
 def _in_turn(labels: Indices, room: Indices, priors: Floats, rng: RandomState, *, refill: bool) -> Shards:
-    """Until all are full: draw a client, and its class; it gets the last sample of that class that is not yet taken.
+    """Until all clients are full: draws a client and its class, and gives it the last untaken sample of that class.
 
-    A client without room costs a draw, and so does an exhausted class. `priors` are cumulated; a level above the last
-    entry, which rounding may leave below 1, means class 0 (the argmax of all False).
+    Drawing a full client or an exhausted class uses up a draw. `priors` are cumulative. A level above the last entry,
+    which may be below 1 after rounding, means class 0 (the argmax of all False).
     """
     classes = pools(labels)
     left = [len(pool) for pool in classes]
@@ -303,12 +311,12 @@ def _in_turn(labels: Indices, room: Indices, priors: Floats, rng: RandomState, *
 
 
 def _class_of(level: float, prior: list[float]) -> int:
-    """The first class at which the cumulated prior reaches the level."""
+    """The first class at which the cumulative prior reaches the level."""
     return bisect_left(prior, level) % len(prior)
 
 
 def _until_left(left: Indices, prior: Floats, rng: RandomState) -> int:
-    """Draw classes until one has a sample left: many at a time, and then the stream is wound back to that draw."""
+    """Draws classes until one has a sample left. Draws many at a time, then rewinds the stream to the right draw."""
     tried = 0
     while tried < CLASS_DRAWS:
         before = rng.get_state()
@@ -325,7 +333,7 @@ def _until_left(left: Indices, prior: Floats, rng: RandomState) -> int:
     )
 
 
-HOUSES: dict[str, dict[str, Split]] = {
+DRAWS: dict[str, dict[str, Split]] = {
     "fedsol": {"iid": fedsol_iid, "lda": fedsol_lda, "shards": fedsol_shards},
     "fl-simulator": {
         "iid": simulator_iid,

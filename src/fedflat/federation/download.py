@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from fedflat.errors import DataError, RecipeError, nearest
 from fedflat.federation.datasets import data_directory
+from fedflat.federation.sizes import MOST
 
 Progress = Callable[[str, int, int | None], None]
 """Called with the file's name, the bytes that are there, and the bytes that there will be (if the server says)."""
@@ -137,6 +138,8 @@ def _transfer(remote: Remote, part: Path, progress: Progress) -> None:
             while block := response.read(_BLOCK):
                 sink.write(block)
                 done += len(block)
+                if done > MOST:
+                    raise ConnectionError(f"it sends more than {MOST:,} bytes")
                 progress(remote.file, done, total)
     if total is not None and done < total:
         raise ConnectionError(f"the connection broke off after {done} of {total} bytes, which are kept")

@@ -21,6 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.errors import DataError
+from fedflat.federation.sizes import (
+    MOST_TEXT,
+    Bounded,
+    ShortHeaders,
+    check_matlab,
+    load_npz,
+    read_at_most,
+    read_exactly,
+)
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -82,11 +91,13 @@ def stored(path: Path) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
                 yield info.filename, partial(packed.open, info)
     else:
         # tarfile's own "r|gz" does not compare the check sum at the end of the gzip stream; GzipFile does.
-        with gzip.open(path) as plain, tarfile.open(fileobj=plain, mode="r|") as archive:
-            while (member := archive.next()) is not None:
-                yield member.name, partial(_extract, archive, member)
-                vars(archive)["members"].clear()  # a cache, which would grow by one header per image
-            while plain.read(1 << 20):
+        with gzip.open(path) as unpacked:
+            plain: Any = Bounded(path, unpacked)
+            with tarfile.open(fileobj=plain, mode="r|", tarinfo=ShortHeaders) as archive:
+                while (member := archive.next()) is not None:
+                    yield member.name, partial(_extract, archive, member)
+                    vars(archive)["members"].clear()  # a cache, which would grow by one header per image
+            while plain.read():
                 pass
 
 
@@ -104,14 +115,18 @@ def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 def read_idx(path: Path) -> Images:
     """An IDX file of bytes, plain or gzipped: 0, 0, type 8, number of axes, each length as big-endian uint32, data."""
     with reading(path), gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as stream:
-        content = bytearray(stream.read())
-    if len(content) < 4 or content[:3] != b"\0\0\x08":
-        raise DataError(f"{path} is not an IDX file of bytes: it begins with {content[:4].hex(' ') or 'nothing'}")
-    start = 4 + 4 * content[3]
-    shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
-    if len(content) != start + prod(shape):
-        raise DataError(f"{path} has {len(content)} bytes where its header {shape} asks for {start + prod(shape)}")
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+        head = stream.read(4)
+        if len(head) < 4 or head[:3] != b"\0\0\x08":
+            raise DataError(f"{path} is not an IDX file of bytes: it begins with {head.hex(' ') or 'nothing'}")
+        lengths = stream.read(4 * head[3])
+        shape = tuple(int.from_bytes(lengths[at : at + 4], "big") for at in range(0, 4 * head[3], 4))
+        content = read_exactly(path, stream, prod(shape))
+        if len(lengths) < 4 * head[3] or len(content) < prod(shape):
+            there = len(head) + len(lengths) + len(content)
+            raise DataError(f"{path} has {there} bytes where its header {shape} asks for more")
+        if stream.read(1):
+            raise DataError(f"{path} has more than the {prod(shape)} bytes that its header {shape} asks for")
+    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def read_idx_pair(images: Path, labels: Path, classes: int) -> Labelled:
@@ -181,6 +196,7 @@ def read_svhn(path: Path) -> Labelled:
     from scipy.io import loadmat
 
     with reading(path), open(path, "rb") as stream:
+        check_matlab(path, stream)
         try:
             content = loadmat(stream, variable_names=["X", "y"])
         except OSError:
@@ -198,14 +214,11 @@ def read_svhn(path: Path) -> Labelled:
 
 def read_npz(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
     """The named arrays of an .npz file; pickled ones are refused."""
-    with reading(path), open(path, "rb") as stream:
-        content = np.load(stream, allow_pickle=False)
-        if not isinstance(content, np.lib.npyio.NpzFile):
-            raise DataError(f"{path} is a single array where an .npz of {', '.join(required)} is expected")
-        for name in required:
-            if name not in content:
-                raise DataError(f"{path} has no array {name}; it has {', '.join(content.files) or 'none'}")
-        return {name: content[name] for name in (*required, *optional) if name in content}
+    with reading(path):
+        with open(path, "rb") as stream:
+            if stream.read(6) == np.lib.format.MAGIC_PREFIX:
+                raise DataError(f"{path} is a single array where an .npz of {', '.join(required)} is expected")
+        return load_npz(path, required, optional)
 
 
 def read_medmnist(path: Path, classes: int) -> Split:
@@ -241,7 +254,9 @@ def read_images(path: Path, names: Sequence[str], side: int) -> Images:
     for name, opened in stored(path):
         if name in place:
             try:
-                with opened() as stream, Image.open(io.BytesIO(stream.read())) as image:
+                with opened() as stream, Image.open(io.BytesIO(read_at_most(path, stream, MOST_TEXT))) as image:
+                    if image.size != (side, side):  # what it says of itself, before a pixel of it is unpacked
+                        raise ValueError(f"it has {image.width} × {image.height}")
                     images[place[name]] = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
             except Exception as error:  # Pillow raises SyntaxError and struct.error too
                 raise DataError(f"{path}: {name} is not an image of {side} × {side} pixels: {error}") from error
@@ -266,7 +281,9 @@ def read_tiny_imagenet(path: Path) -> Split:
     Classes are numbered in the sorted order of wnids.txt.
     """
     with reading(path):
-        tables = {name.rpartition("/")[2]: _table(opened) for name, opened in stored(path) if name.endswith(".txt")}
+        tables = {
+            name.rpartition("/")[2]: _table(path, opened) for name, opened in stored(path) if name.endswith(".txt")
+        }
         number = {row[0]: at for at, row in enumerate(sorted(tables["wnids.txt"]))}
         of_file = {row[0]: row[1] for row in tables["val_annotations.txt"]}
         train, test = {}, {}
@@ -278,9 +295,9 @@ def read_tiny_imagenet(path: Path) -> Split:
         return _decode(path, train, test, 64)
 
 
-def _table(opened: Callable[[], IO[bytes]]) -> list[list[str]]:
+def _table(path: Path, opened: Callable[[], IO[bytes]]) -> list[list[str]]:
     with opened() as stream:
-        return [line.split() for line in stream.read().decode().splitlines() if line.strip()]
+        return [line.split() for line in read_at_most(path, stream, MOST_TEXT).decode().splitlines() if line.strip()]
 
 
 def _decode(path: Path, train: Mapping[str, int], test: Mapping[str, int], side: int) -> Split:

@@ -1,16 +1,18 @@
-"""A split by name with its options checked, what it looks like, the test sets that match it, and its file."""
+"""Partitions: a split by name with checked options, its class counts, matching test sets, and its file."""
 
 from collections.abc import Callable
 from inspect import Parameter, signature
 from math import inf
 from numbers import Integral, Real
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.errors import DataError, RecipeError, SplitError, nearest
+from fedflat.federation.sizes import TooLargeError, load_npz
 from fedflat.federation.splits import SPLITS, Indices, Rng, Shards, require
 
 Rule: TypeAlias = tuple[Callable[[Any], bool], str]
@@ -19,7 +21,19 @@ Rule: TypeAlias = tuple[Callable[[Any], bool], str]
 def partition(
     kind: str, labels: Indices, clients: int, rng: Rng, *, groups: NDArray[Any] | None = None, **options: Any
 ) -> Shards:
-    """The split named `kind`, with its options checked and every client sure to hold a sample.
+    """Makes the split named `kind`, and checks its options and that every client holds a sample.
+
+    Args:
+        kind: the name of the split, one of `SPLITS`.
+        labels: the training labels.
+        clients: number of clients m; 0 with the split `natural` means one for each group.
+        rng: the generator for all draws.
+        groups: the group id of each sample, for the split `natural`.
+        options: the options of the split.
+
+    Raises:
+        RecipeError: the split or an option is unknown, missing or invalid.
+        SplitError: the split cannot be made from these samples.
 
     >>> partition("iid", np.array([0, 0, 1, 1]), 2, np.random.default_rng(0), stratified=True)
     [array([0, 2]), array([1, 3])]
@@ -38,7 +52,7 @@ def partition(
 
 
 def require_samples(kind: str, division: Shards) -> None:
-    """Refuse a division in which a client holds nothing."""
+    """Raises `SplitError` if a client holds no sample."""
     empty = sum(len(shard) == 0 for shard in division)
     if empty:
         raise SplitError(
@@ -47,7 +61,7 @@ def require_samples(kind: str, division: Shards) -> None:
 
 
 def counts(labels: Indices, shards: Shards, classes: int) -> Indices:
-    """The table (clients × classes) of how many samples of each class every client holds."""
+    """The number of samples of each class that each client holds, as clients × classes."""
     table = np.zeros((len(shards), classes), dtype=np.int64)
     owner = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
     np.add.at(table, (owner, labels[np.concatenate(shards)]), 1)
@@ -55,7 +69,13 @@ def counts(labels: Indices, shards: Shards, classes: int) -> Indices:
 
 
 def matched_test(train_counts_row: Indices, test_labels: Indices, rng: Rng, size: int = 1000) -> Indices:
-    """Test indices with a client's own label distribution q: min(#test_c, ⌊size·q_c⌋) of each class c, sorted.
+    """Sorted test indices with a client's label distribution q: min(#test_c, ⌊size·q_c⌋) samples of each class c.
+
+    Args:
+        train_counts_row: the number of training samples of each class that the client holds.
+        test_labels: the test labels.
+        rng: the generator that draws the samples.
+        size: the size of the test set before rounding.
 
     >>> labels = np.array([0, 0, 0, 1, 1, 1])
     >>> labels[matched_test(np.array([20, 10]), labels, np.random.default_rng(0), size=3)]
@@ -67,7 +87,7 @@ def matched_test(train_counts_row: Indices, test_labels: Indices, rng: Rng, size
 
 
 def save(path: str | PathLike[str], shards: Shards) -> None:
-    """Write a partition as .npz: all indices in one array, and where each client's begin and end."""
+    """Writes a partition as .npz: all indices in one array, and the offsets of the clients."""
     offsets = np.cumsum([0, *map(len, shards)], dtype=np.int64)
     try:
         with open(path, "wb") as file:
@@ -77,12 +97,14 @@ def save(path: str | PathLike[str], shards: Shards) -> None:
 
 
 def load(path: str | PathLike[str]) -> Shards:
-    """Read what `save` wrote, or the like: whole numbers of any width."""
+    """Reads a partition written by `save`. Integers of any width are accepted."""
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:
-            indices, offsets = content["indices"], content["offsets"]
+        content = load_npz(Path(path), ["indices", "offsets"])
+        indices, offsets = content["indices"], content["offsets"]
     except OSError as error:
         raise DataError(f"{path}: the partition cannot be read ({error.strerror})") from error
+    except TooLargeError:
+        raise
     except Exception as error:  # a damaged zip or header makes zipfile, zlib and NumPy raise almost anything
         raise DataError(f"{path}: not a partition file, or a damaged one; make the partition again") from error
     if not (_is_vector(indices) and _is_vector(offsets) and _divides(offsets, len(indices))):
@@ -108,7 +130,7 @@ _SIZES: Rule = (
     lambda value: isinstance(value, list | tuple | np.ndarray) and all(_number(size, 1e-300, 1e300) for size in value),
     "a list of positive numbers",
 )
-# Between these bounds of alpha no logarithm overflows.
+# Within these bounds of alpha, no logarithm overflows.
 OPTIONS: dict[str, Rule] = {
     "alpha": (lambda value: _number(value, 1e-6, 1e6), "a number from 1e-6 to 1e6"),
     "refill": _FLAG,
@@ -122,7 +144,7 @@ OPTIONS: dict[str, Rule] = {
 
 
 def check_options(kind: str, split: Callable[..., Shards], options: dict[str, Any]) -> None:
-    """Refuse options that the split's function does not take, or values that mean nothing."""
+    """Raises `RecipeError` for options that the split does not have, and for missing or invalid values."""
     known = {name: option for name, option in signature(split).parameters.items() if name in OPTIONS}
     for name, value in options.items():
         if name not in known:

@@ -1,8 +1,8 @@
-"""Who holds which samples: the indices 0 … N−1 of a training set divided among m clients.
+"""Splits: divide the indices 0 … N−1 of a training set among m clients.
 
 A split maps `(labels, clients, rng, *, options)` to one sorted int64 index array per client. Every split is a true
-partition (disjoint and exhaustive) but for the two that their papers draw with replacement: `pathological` and
-`dirichlet(refill=True)`. Classes are the labels that occur; C is their number and n_c the samples of class c.
+partition (disjoint and exhaustive), except the two that their papers draw with replacement: `pathological` and
+`dirichlet(refill=True)`. The classes are the labels that occur; C is their number and n_c the samples of class c.
 """
 
 import heapq
@@ -22,7 +22,7 @@ Shards: TypeAlias = list[Indices]
 
 
 def iid(labels: Indices, clients: int, rng: Rng, *, stratified: bool = False) -> Shards:
-    """A random split whose sizes differ by at most one; if `stratified`, so do the counts of every class.
+    """A random split into sizes that differ by at most one. With `stratified`, so do the counts of every class.
 
     >>> [len(shard) for shard in iid(np.zeros(8, dtype=np.int64), 3, np.random.default_rng(0))]
     [3, 3, 2]
@@ -36,21 +36,23 @@ def iid(labels: Indices, clients: int, rng: Rng, *, stratified: bool = False) ->
 def dirichlet(labels: Indices, clients: int, rng: Rng, *, alpha: float, refill: bool = False) -> Shards:
     """Equal sizes; the classes of client i are drawn from its own prior q_i ~ Dir(α·1_C) (FedDyn, FedDC, FedSMOO, MAN).
 
-    With `refill` an exhausted class starts again, so the priors are honoured and samples may be shared or left out
-    (FedSMOO). Without, the client draws again from q_i renormalised to the classes that remain (FedDyn, FedDC, MAN).
+    With `refill`, an exhausted class starts again from all its samples. The clients then follow their priors, and
+    samples may be shared or left out (FedSMOO). Without it, the client draws again from q_i renormalised to the
+    remaining classes (FedDyn, FedDC, MAN).
 
-    Deviations: the N mod m samples left over go one each to the first clients, not all to client 0. Where the authors
-    find a class exhausted they draw from q_i again, which with refill makes small classes rarer than q_i says, and
-    without may never end; ours refills and takes the class, or renormalises, and ends after N steps.
+    Deviations: the N mod m leftover samples go one each to the first clients; the authors give all of them to client
+    0. When a class is exhausted, the authors draw from q_i again. With refill this makes small classes rarer than in
+    q_i, and without refill it may never end. Our code refills the class and takes it, or renormalises, and ends after
+    N steps.
     """
     log_priors = _log_dirichlet(alpha, (clients, len(pools(labels))), rng)
     return _draw_in_turn(labels, clients, log_priors, rng, refill=refill)
 
 
 def pathological(labels: Indices, clients: int, rng: Rng, *, classes: int) -> Shards:
-    """Equal sizes; every client picks c classes and draws evenly from them, with refill (FedSMOO).
+    """Equal sizes; every client picks c classes and draws uniformly from them, with refill (FedSMOO).
 
-    Each picks on its own, so a class may be held by nobody and a sample by several clients.
+    Clients pick independently, so some classes may have no client and some samples several.
     """
     present = len(pools(labels))
     if not 1 <= classes <= present:
@@ -62,10 +64,10 @@ def pathological(labels: Indices, clients: int, rng: Rng, *, classes: int) -> Sh
 def shards(labels: Indices, clients: int, rng: Rng, *, shards: int) -> Shards:
     """Every class is cut into about s·m/C equal shards; every client gets s shards at random (FedSoL).
 
-    Sizes are equal as far as the classes are. A client may get two shards of one class.
+    If the classes have equal sizes, so do the clients. A client may get two shards of the same class.
 
-    Deviation: if C does not divide s·m, some classes, drawn at random, are cut into one shard more, where the authors'
-    code leaves clients short of a shard.
+    Deviation: if C does not divide s·m, some random classes are cut into one more shard. In the authors' code some
+    clients get fewer shards instead.
     """
     supply = _supply(labels)
     if shards * clients > len(labels):
@@ -92,10 +94,10 @@ def shards(labels: Indices, clients: int, rng: Rng, *, shards: int) -> Shards:
 def lda(labels: Indices, clients: int, rng: Rng, *, alpha: float, min_size: int = 10) -> Shards:
     """Every class is divided among the clients by p ~ Dir(α·1_m), so sizes differ (FedSoL, NIID-Bench).
 
-    Clients that already hold N/m samples get nothing more. The draw is repeated until everyone holds `min_size`.
+    Clients that already hold N/m samples get no more. The draw is repeated until every client holds `min_size` samples.
 
-    Deviation: where the authors would repeat for ever, we stop after 200 draws (fewer if they would take more than five
-    million variates) and lift the last one to `min_size` with samples of the largest clients.
+    Deviation: the authors' code may repeat forever. We stop after 200 draws (fewer if they would take more than five
+    million variates) and move samples from the largest clients to those below `min_size`.
     """
     require_min_size(labels, clients, min_size)
     supply = _supply(labels)
@@ -109,13 +111,13 @@ def lda(labels: Indices, clients: int, rng: Rng, *, alpha: float, min_size: int 
 
 
 def natural(labels: Indices, clients: int, rng: Rng, *, groups: NDArray[Any] | None) -> Shards:
-    """One client per group (a writer, a hospital), in the order of the group ids; `clients=0` means as many as groups.
+    """One client per group (a writer, a hospital), in the order of the group ids; `clients=0` means one for each group.
 
-    Fewer clients share the groups whole: largest group first, ties at random, each to the client with the least
-    samples, so that no two clients differ by more than the largest group.
+    With fewer clients, each group goes as a whole to the client with the fewest samples so far, largest group first
+    and ties at random. The sizes of two clients then differ by at most the largest group.
     """
     if groups is None or len(groups) == 0:
-        raise SplitError("natural: this dataset names no groups; choose a dataset with writers or another split")
+        raise SplitError("natural: this dataset has no groups; choose a dataset with writers or another split")
     if len(groups) != len(labels):
         raise SplitError(f"natural: {len(groups)} group ids for {len(labels)} samples; give one per sample")
     names, member = np.unique(groups, return_inverse=True)
@@ -129,16 +131,16 @@ def natural(labels: Indices, clients: int, rng: Rng, *, groups: NDArray[Any] | N
 def sizes(
     labels: Indices, clients: int, rng: Rng, *, sizes: Sequence[float] | None = None, exponent: float | None = None
 ) -> Shards:
-    """IID labels, unequal amounts: relative `sizes`, or the power law size_i ∝ i^−exponent for i = 1 … m.
+    """IID labels, unequal sizes: relative `sizes`, or the power law size_i ∝ i^−exponent for i = 1 … m.
 
-    Sizes are rounded by largest remainder; a client that would round to none gets one sample of the largest.
+    Sizes are rounded by largest remainder. A client that would get none receives one sample from the largest.
 
     >>> [len(shard) for shard in sizes(np.zeros(8, dtype=np.int64), 3, np.random.default_rng(0), sizes=[1, 1, 2])]
     [2, 2, 4]
     """
     require("sizes", len(labels), clients)
     if (sizes is None) == (exponent is None):
-        raise RecipeError("sizes: give one of the two options sizes and exponent")
+        raise RecipeError("sizes: give either the option sizes or the option exponent")
     weights = np.arange(1.0, clients + 1) ** -exponent if exponent is not None else np.asarray(sizes, dtype=np.float64)
     if len(weights) != clients:
         raise RecipeError(f"sizes: {len(weights)} sizes for {clients} clients; give one per client")
@@ -151,7 +153,7 @@ def sizes(
 
 
 def require(kind: str, samples: int, clients: int) -> None:
-    """Refuse what no split can do: give every client a sample where there are fewer samples than clients."""
+    """Raises `SplitError` if there are fewer samples than clients."""
     if samples == 0:
         raise SplitError(f"{kind}: there are no samples to divide")
     if samples < clients:
@@ -159,7 +161,7 @@ def require(kind: str, samples: int, clients: int) -> None:
 
 
 def require_min_size(labels: Indices, clients: int, min_size: int) -> None:
-    """Refuse an LDA that cannot give everyone `min_size` samples, however often it is drawn."""
+    """Raises `SplitError` if there are too few samples to give every client `min_size` of them."""
     if len(labels) < clients * min_size:
         raise SplitError(
             f"lda: {clients} clients with min_size {min_size} need {clients * min_size} samples but there are only "
@@ -177,35 +179,36 @@ def _supply(labels: Indices) -> Indices:
 
 
 def _gather(owner: Indices, index: Indices, clients: int) -> Shards:
-    """Sample `index[t]` to client `owner[t]`, for all t."""
+    """Gives sample `index[t]` to client `owner[t]`, for all t."""
     order = np.lexsort((index, owner))
     return np.split(index[order], np.cumsum(np.bincount(owner, minlength=clients))[:-1])
 
 
 def _hand_out(labels: Indices, table: Indices, rng: Rng) -> Shards:
-    """Random samples so that client i holds `table[i, c]` of class c; the columns sum to n_c."""
+    """Draws random samples such that client i holds `table[i, c]` of class c; the columns sum to n_c."""
     clients, classes = table.shape
     owner = np.repeat(np.tile(np.arange(clients), classes), table.T.ravel())
     return _gather(owner, np.concatenate([rng.permutation(pool) for pool in pools(labels)]), clients)
 
 
 def _log_dirichlet(alpha: float, shape: tuple[int, ...], rng: Rng) -> Floats:
-    """log of unnormalised Dir(α) draws along the last axis.
+    """The logarithm of unnormalised Dir(α) draws along the last axis.
 
-    For small α a Gamma(α) variate underflows to 0. As G·U^(1/α), G ~ Gamma(α+1), U uniform, its logarithm is safe.
+    For small α a Gamma(α) variate underflows to 0. Written as G·U^(1/α) with G ~ Gamma(α+1) and U uniform, its
+    logarithm is safe.
     """
     return np.log(rng.standard_gamma(alpha + 1, shape)) - rng.standard_exponential(shape) / alpha
 
 
 def _cumulative(logits: Floats, allowed: NDArray[np.bool_] | bool = True) -> Floats:
-    """The distribution function of softmax(logits) on what is `allowed`: never NaN, and exactly 1 from its end on."""
+    """The cumulative distribution of softmax(logits) over `allowed` entries; never NaN, and it ends at exactly 1."""
     masked = np.where(allowed, logits, -inf)
     total: Floats = np.exp(masked - masked.max(axis=-1, keepdims=True)).cumsum(axis=-1)
     return total / total[..., -1:]
 
 
 def _draw_in_turn(labels: Indices, clients: int, log_priors: Floats, rng: Rng, *, refill: bool) -> Shards:
-    """N times: a random client with room left draws a class from its prior and takes the next sample of that class."""
+    """Repeats N times: a random client that is not full draws a class from its prior and takes its next sample."""
     samples = len(labels)
     stock = [rng.permutation(pool) for pool in pools(labels)]
     left = _supply(labels)
@@ -242,9 +245,10 @@ def _lda_table(supply: Indices, clients: int, alpha: float, rng: Rng) -> Indices
 
 
 def _lift(table: Indices, least: int) -> None:
-    """Move samples, in place, from the commonest class of the largest client to whoever holds fewer than `least`.
+    """Moves samples in place from the largest class of the largest client to clients with fewer than `least`.
 
-    Each move fills the needy client, levels the giver or empties one of its classes: at most m(C + 2) moves.
+    Each move fills the receiver, reduces the giver to `least` or empties one of its classes, so there are at most
+    m(C + 2) moves.
     """
     held = table.sum(axis=1)
     for needy in np.flatnonzero(held < least):
@@ -259,7 +263,7 @@ def _lift(table: Indices, least: int) -> None:
 
 
 def _pack(weights: Indices, bins: int, rng: Rng) -> Indices:
-    """Each weight's bin: heaviest first, ties at random, into the bin that is lightest so far."""
+    """Assigns each weight to a bin: heaviest first, ties at random, into the bin that is lightest so far."""
     shuffled = rng.permutation(len(weights))
     heap = [(0, i) for i in range(bins)]
     owner = np.empty(len(weights), dtype=np.int64)

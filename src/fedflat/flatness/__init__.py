@@ -1,4 +1,4 @@
-"""How flat a minimum is: curvature, sharpness, norms, landscapes, and the duality of activities and weights."""
+"""Flatness of a minimum: curvature, sharpness, norms, loss landscapes and activity–weight duality."""
 
 from fedflat.flatness.activities import layers_of
 from fedflat.flatness.duality import Duality, Pairing, duality
@@ -9,7 +9,7 @@ from fedflat.flatness.layers import Activity, LayerFlatness, layers
 from fedflat.flatness.measure import Flatness, Spectrum, measure, spectrum
 from fedflat.flatness.norms import Capacity, LayerNorm, capacity, layer_norms, weight_norm
 from fedflat.flatness.objective import Objective
-from fedflat.flatness.pairing import DIRECTIONS, Pairs, pairs
+from fedflat.flatness.pairing import DIRECTIONS, Direction, Pairs, pairs
 from fedflat.flatness.sharpness import AverageSharpness, adaptive_sharpness, ascent_sharpness, average_sharpness
 from fedflat.flatness.spectrum import Density, density, hutch_plus_plus, quadrature
 from fedflat.flatness.theory import (
@@ -31,6 +31,7 @@ __all__ = [
     "Capacity",
     "Curvature",
     "Density",
+    "Direction",
     "Duality",
     "Eigen",
     "FederatedHessian",

@@ -1,4 +1,4 @@
-"""What enters one layer of a network, sample by sample, as rows that its weights are multiplied with."""
+"""The inputs of one layer, per sample, as the rows that its weight matrix multiplies."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedflat.errors import RecipeError, TrainingError
-from fedflat.rule import Batch, Loss
+from fedflat.local import Batch, Loss
 
-BUDGET = 2**24  # numbers in one chunk's patches and dual weights
-MOST_ROWS = 64  # more at once are no faster
+BUDGET = 2**24  # maximum number of elements in the patches and dual weights of one chunk
+MOST_ROWS = 64  # larger chunks are not faster
 
 
 def layers_of(module: nn.Module) -> list[str]:
-    """The names of the layers that can be analysed: linear layers and ungrouped 2-d convolutions with trained weights.
+    """Names of the layers that can be analysed: linear layers and ungrouped 2-d convolutions with trained weights.
 
     >>> layers_of(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=4), nn.Flatten(), nn.Linear(4, 2)))
     ['0', '3']
@@ -33,27 +33,27 @@ def parameter_of(layer: str) -> str:
 
 
 class SeenLayer:
-    """One layer of a network: what enters it, and what the network then loses."""
+    """Records the inputs of one layer and the loss of each sample."""
 
     def __init__(self, module: nn.Module, loss: Loss, name: str) -> None:
         part = dict(module.named_modules()).get(name)
         if isinstance(part, nn.Conv2d) and part.groups > 1:
-            raise RecipeError(f"layer {name!r} is a grouped convolution, which has no dual here; take another layer")
+            raise RecipeError(f"layer {name!r} is a grouped convolution, which is not supported; choose another layer")
         known = layers_of(module)
         if name not in known or not isinstance(part, nn.Linear | nn.Conv2d):
-            raise RecipeError(f"layer {name!r} cannot be analysed; these can: {', '.join(known) or 'none'}")
+            raise RecipeError(f"layer {name!r} cannot be analysed; choose one of: {', '.join(known) or 'none'}")
         self.module, self.loss, self.name, self.part = module.eval(), loss, name, part
         self.weight = part.weight.detach().flatten(1)
 
     @torch.no_grad()
     def see(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The rows A of each sample (samples × positions × in), and its loss."""
+        """Returns the rows A of each sample (samples × positions × in) and its loss."""
         seen: list[Tensor] = []
-        # A clone, since a later layer may work in place on what this one was given.
+        # Clone the input: a later layer may modify it in place.
         with self.part.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].clone())):
             outputs = self.module(batch[0])
         if len(seen) != 1:
-            raise RecipeError(f"layer {self.name!r} runs {len(seen)} times in a pass; take one that runs once")
+            raise RecipeError(f"layer {self.name!r} runs {len(seen)} times per forward pass; choose one that runs once")
         rows = patches(self.part, seen[0]) if isinstance(self.part, nn.Conv2d) else seen[0]
         losses = [self.loss(z, y) for z, y in zip(outputs.split(1), batch[1].split(1), strict=True)]
         activities, each = rows.reshape(len(losses), -1, rows.shape[-1]), torch.stack(losses)
@@ -62,24 +62,24 @@ class SeenLayer:
         return activities, each
 
     def room(self, samples: Batch) -> int:
-        """How many pairs' rows and dual weights fit into the budget; a pass of one sample tells."""
+        """The number of pairs whose rows and dual weights fit into the budget, found with a pass of one sample."""
         positions, inputs = self._shape(samples)
         return max(1, BUDGET // (inputs * (positions + len(self.weight))))
 
     def rows(self, samples: Batch, batch: int) -> int:
-        """How many directions can be sent back through the layer at once, for a batch of that many samples."""
+        """The number of directions that one backward pass can take at once, for a batch of `batch` samples."""
         positions, inputs = self._shape(samples)
         return min(MOST_ROWS, max(1, BUDGET // (batch * positions * (inputs + len(self.weight)))))
 
     def _shape(self, samples: Batch) -> tuple[int, int]:
-        """Positions and inputs of the layer."""
+        """The layer's number of positions and of inputs per position."""
         _, positions, inputs = self.see((samples[0][:1], samples[1][:1]))[0].shape
         return positions, inputs
 
 
 def patches(conv: nn.Conv2d, images: Tensor) -> Tensor:
-    """im2col: samples × positions × in, the rows that the kernels are multiplied with."""
+    """The im2col rows that the kernels multiply, as samples × positions × in."""
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    # The layer's own account of its margins covers numbers, "same" and "valid" alike.
+    # This attribute of the layer holds its padding for numbers, "same" and "valid" alike.
     padded = F.pad(images, conv._reversed_padding_repeated_twice, mode=mode)
     return F.unfold(padded, conv.kernel_size, conv.dilation, stride=conv.stride).mT

@@ -1,24 +1,28 @@
-"""Activity–weight duality: the gap between test and train loss as moves of one layer's weights.
+"""Activity–weight duality: the gap between test and train loss, written as changes of one layer's weights.
 
-A layer z = W a cannot tell a change of its input from a change of its weights. Let a be what a train sample sends into
-it and a' what its test twin sends; the smallest ΔW with (W + ΔW) a = W a' is the pair's dual weight,
+For a layer z = W a, a change of the input has the same effect as some change of the weights. Let a be the layer's input
+for a train sample and a' its input for the paired test sample. The pair's dual weight is the smallest ΔW with
+(W + ΔW) a = W a',
 
     ΔW = W Δa aᵀ / |a|²,      Δa = a' − a.
 
-With it the train sample has the twin's loss (if nothing passes by the layer), so Δl = l(x') − l(x) is a finite
-difference of the loss over weights, of slope g = Δl ΔW/|ΔW|², and Δl = g · ΔW. In the eigenbasis of the train loss's
-Hessian in W, with means μ, deviations σ and correlations c over the pairs,
+With the weights W + ΔW the train sample has the loss of the test sample (if no connection bypasses the layer). So
+Δl = l(x') − l(x) is a finite difference of the loss over the weights, with slope g = Δl ΔW/|ΔW|², and Δl = g · ΔW.
+In the eigenbasis of the Hessian of the train loss in W, with means μ, standard deviations σ and correlations c over
+the pairs,
 
-    mean Δl = Σₙ ℓₙ,      ℓₙ = mean gₙ ΔWₙ = cₙ σ_g,n σ_w,n + μ_g,n μ_w,n :
+    mean Δl = Σₙ ℓₙ,      ℓₙ = mean gₙ ΔWₙ = cₙ σ_g,n σ_w,n + μ_g,n μ_w,n .
 
-σ_g is the sharpness of the minimum, σ_w the size of its weights (Feng, Zhang, Tu, Nature Machine Intelligence 5, 2023).
-The paper finds that the means are negligible and that cₙ hardly depends on n, so that the gap is about c Σ σ_w,n σ_g,n.
+Here σ_g is the sharpness of the minimum and σ_w the size of its weights (Feng, Zhang, Tu, Nature Machine Intelligence
+5, 2023). The paper finds that the means are negligible and that cₙ hardly depends on n, so the gap is about
+c Σ σ_w,n σ_g,n.
 
-Whether the mean Δl is near the gap depends on the pairs (`pairing`), so every result has both pairings.
+How close the mean Δl is to the gap depends on the pairs (see `pairing`), so every result contains both pairings.
 
-A convolution, or a linear layer at many positions, sees many rows at once: A with a row for each patch or token. Then
-ΔWᵀ = A⁺ (A' − A) Wᵀ is the dual weight in the sense of least squares, and what it misses is reported as the residual.
-Nearly dependent patches make it long, mostly outside the top directions: look at a convolution's remainder first.
+A convolution, or a linear layer applied at many positions, sees a matrix A with one row for each patch or token. Then
+the dual weight is the least-squares solution ΔWᵀ = A⁺ (A' − A) Wᵀ, and the part it cannot reach is reported as the
+residual. Nearly dependent patches make ΔW long, mostly outside the top directions, so check the remainder of a
+convolution first.
 """
 
 from __future__ import annotations
@@ -36,18 +40,19 @@ from fedflat.flatness.activities import SeenLayer, parameter_of
 from fedflat.flatness.hessian import Hessian, top_eigenvalues
 from fedflat.flatness.objective import Objective, flat
 from fedflat.flatness.pairing import DIRECTIONS, Direction, Pairs, drawn, pairs
-from fedflat.rule import Batch, Loss
+from fedflat.local import Batch, Loss
 
-DENSE = 3000  # weights, up to which the layer's Hessian is a matrix and the basis is complete
-DEAD = 1e-12  # |a|² of a sample that no weight of the layer sees
-STILL = 1e-6  # of the largest σ: a direction below it does not vary, and its correlation is rounding
+DENSE = 3000  # up to this many weights, the layer's Hessian is a dense matrix and the basis is complete
+DEAD = 1e-12  # below this |a|², a sample counts as having no activity in the layer
+STILL = 1e-6  # a direction whose σ is below this fraction of the largest has a correlation of pure rounding error
 
 
 @dataclass(frozen=True)
 class DualWeights:
-    """ΔW_k = left_kᵀ right_k for pairs k: left (k × r × out), right (k × r × in) with orthonormal rows.
+    """The dual weights of all pairs k in factored form, ΔW_k = left_kᵀ right_k.
 
-    A linear layer at one position has r = 1. `residuals` are |A ΔWᵀ − (A' − A) Wᵀ| / |(A' − A) Wᵀ|.
+    `left` is k × r × out and `right` is k × r × in, with orthonormal rows. A linear layer at one position has r = 1.
+    `residuals` are |A ΔWᵀ − (A' − A) Wᵀ| / |(A' − A) Wᵀ|.
     """
 
     left: Tensor
@@ -60,7 +65,7 @@ class DualWeights:
         return self.left.square().sum(dim=(1, 2))
 
     def along(self, directions: Tensor) -> Tensor:
-        """ΔW_k · V_n as k × n, for directions n × out × in; only for r > 1 are the ΔW_k of this chunk made."""
+        """ΔW_k · V_n as k × n, for directions n × out × in. Forms the ΔW_k explicitly only if r > 1."""
         if self.left.shape[1] == 1:
             left, right = self.left[:, 0], self.right[:, 0]
             return torch.stack([(right @ direction.T * left).sum(dim=1) for direction in directions], dim=1)
@@ -68,9 +73,14 @@ class DualWeights:
 
 
 def dual_weights(before: Tensor, after: Tensor, weight: Tensor) -> DualWeights:
-    """The smallest ΔW with A (W + ΔW)ᵀ = A' Wᵀ in the sense of least squares, by the thin A = Q S V: ΔWᵀ = Vᵀ S⁺ Qᵀ U.
+    """The minimum-norm least-squares solution ΔW of A (W + ΔW)ᵀ = A' Wᵀ for each pair.
 
-    `before` and `after` are A and A' (pairs × positions × in), `weight` is W (out × in), and U = (A' − A) Wᵀ.
+    With the thin SVD A = Q S V and U = (A' − A) Wᵀ, it is ΔWᵀ = Vᵀ S⁺ Qᵀ U.
+
+    Args:
+        before: A, pairs × positions × in.
+        after: A', of the same shape.
+        weight: W, out × in.
 
     >>> a, b, w = torch.tensor([[[2.0, 0.0]]]), torch.tensor([[[2.0, 4.0]]]), torch.tensor([[5.0, 3.0]])
     >>> dual = dual_weights(a, b, w)
@@ -88,7 +98,7 @@ def dual_weights(before: Tensor, after: Tensor, weight: Tensor) -> DualWeights:
 
 @dataclass(frozen=True)
 class Spread:
-    """How far the correlations cₙ of the directions are apart: mean, deviation, and three quantiles."""
+    """The spread of the correlations cₙ over the directions: mean, standard deviation and three quantiles."""
 
     mean: float
     std: float
@@ -99,11 +109,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Pairing:
-    """The pairs of one direction: their mean Δl, and what each eigenvector n of the layer's Hessian makes of it.
+    """The mean Δl of one pairing, and the contribution of each eigenvector n of the layer's Hessian.
 
-    `paired_gap` is the mean Δl, in which samples count as often as they are somebody's twin; the contributions ℓₙ and
-    the `remainder` add up to it. Pairs without activities or without a change are left out of everything and counted
-    in `skipped`.
+    `paired_gap` is the mean Δl over the pairs; a sample counts once for each pair it is in. The contributions ℓₙ and
+    the `remainder` add up to it. Pairs without activity or without a change of activity are left out and counted in
+    `skipped`. The lists have one entry for each direction n.
     """
 
     pairs: int
@@ -119,61 +129,61 @@ class Pairing:
 
     @property
     def remainder(self) -> float:
-        """What the directions leave of the paired gap."""
+        """The part of the paired gap outside the directions."""
         return self.paired_gap - sum(self.contribution)
 
     @property
     def fluctuation(self) -> float:
-        """Σ cₙ σ_w,n σ_g,n, which the paper finds to be about the whole gap."""
+        """Σ cₙ σ_w,n σ_g,n. The paper finds that this is about the whole gap."""
         products = zip(self.correlation, self.sigma_w, self.sigma_g, strict=True)
         return sum(c * w * g for c, w, g in products)
 
     @property
     def drift(self) -> float:
-        """Σ μ_w,n μ_g,n, which the paper finds to be negligible."""
+        """Σ μ_w,n μ_g,n. The paper finds that this is negligible."""
         return sum(w * g for w, g in zip(self.mean_w, self.mean_g, strict=True))
 
     @property
     def envelope(self) -> float:
-        """Σ σ_w,n σ_g,n, which bounds the fluctuation, since |c| ≤ 1."""
+        """Σ σ_w,n σ_g,n, an upper bound on the fluctuation because |c| ≤ 1."""
         return sum(w * g for w, g in zip(self.sigma_w, self.sigma_g, strict=True))
 
     @property
     def size(self) -> float:
-        """√Σ σ_w,n²: how far the dual weights scatter."""
+        """√Σ σ_w,n², the spread of the dual weights."""
         return math.hypot(*self.sigma_w)
 
     @property
     def sharpness(self) -> float:
-        """√Σ σ_g,n²: how far the slopes scatter."""
+        """√Σ σ_g,n², the spread of the slopes."""
         return math.hypot(*self.sigma_g)
 
     @property
     def moving(self) -> list[int]:
-        """The directions in which both ΔW and g vary: the others have no correlation."""
+        """The directions in which both ΔW and g vary; the correlation is defined only for these."""
         w, g = (STILL * max(sigma, default=0.0) for sigma in (self.sigma_w, self.sigma_g))
         return [n for n, (x, y) in enumerate(zip(self.sigma_w, self.sigma_g, strict=True)) if x > w and y > g]
 
     @property
     def correlations(self) -> Spread:
-        """The spread of cₙ over the directions that move; all zero where none does."""
+        """The spread of cₙ over the `moving` directions; all zero if there are none."""
         c = torch.tensor([self.correlation[n] for n in self.moving] or [0.0], dtype=torch.float64)
         low, median, high = c.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
         return Spread(float(c.mean()), float(c.std(correction=0)), low, median, high)
 
     @property
     def participation(self) -> float:
-        """(Σ|ℓₙ|)² / Σ ℓₙ²: about how many directions carry the gap."""
+        """(Σ|ℓₙ|)² / Σ ℓₙ², the effective number of directions that carry the gap."""
         squares = sum(part**2 for part in self.contribution)
         return sum(map(abs, self.contribution)) ** 2 / squares if squares else 0.0
 
 
 @dataclass(frozen=True)
 class Duality:
-    """The gap of one layer beside both pairings, in one basis (falling eigenvalues of the layer's Hessian).
+    """The generalisation gap and both pairings of one layer, in the eigenbasis of the layer's Hessian.
 
-    `train_loss` and `test_loss` are means over all samples that were looked at; `missing` counts the classes that only
-    one side has.
+    `eigenvalues` are in descending order. `train_loss` and `test_loss` are means over all samples given to `duality`.
+    `missing` counts the classes that occur in only one of the two sets.
     """
 
     layer: str
@@ -188,7 +198,7 @@ class Duality:
 
     @property
     def gap(self) -> float:
-        """The generalisation gap: the mean test loss less the mean train loss."""
+        """The generalisation gap: mean test loss minus mean train loss."""
         return self.test_loss - self.train_loss
 
 
@@ -204,19 +214,23 @@ def duality(
     batch: int = 256,
     seed: int = 0,
 ) -> Duality:
-    """The gap as dual weights of a layer, its bias standing still, by both pairings.
+    """Decomposes the generalisation gap into dual weights of one layer, for both pairings. The bias is held fixed.
 
     Args:
-        module: the network, in evaluation mode from here on.
-        loss: a mean over a batch; a sample's loss is that of a batch of one, which asks nothing more of the loss.
-        train: inputs and classes of the train samples; `gap` is over all of them, and of all test samples.
+        module: the network. It is put into evaluation mode.
+        loss: a mean over a batch. The loss of a sample is computed as a batch of one.
+        train: inputs and classes of the train samples. `Duality.gap` uses all train and all test samples.
         test: inputs and classes of the test samples.
         layer: the layer's name, one of `layers_of(module)`.
-        k: directions of a layer with more than 3000 weights; a smaller one has all its directions.
-        limit: pairs of a pairing at most, drawn by the seed; 0 takes all.
-        samples: train samples that the basis, the eigenvectors of their Hessian, is taken from; 0 takes all.
-        batch: samples of a pass: more are faster, fewer take less memory.
-        seed: seed of what is drawn.
+        k: number of directions for a layer with more than 3000 weights. A smaller layer uses all its directions.
+        limit: maximum number of pairs in each pairing, drawn with the seed; 0 uses all.
+        samples: number of train samples for the Hessian whose eigenvectors form the basis; 0 uses all.
+        batch: samples per forward pass. Larger batches are faster, smaller ones need less memory.
+        seed: seed of all random draws.
+
+    Raises:
+        RecipeError: an argument is out of range, or the layer cannot be analysed.
+        DataError: no pairs can be formed, or none has activities that differ.
     """
     for name, number, least in (("k", k, 1), ("limit", limit, 0), ("samples", samples, 0), ("batch", batch, 1)):
         if number < least:
@@ -242,7 +256,7 @@ def duality(
 
 
 def _pairing(here: SeenLayer, directions: Tensor, train: Batch, test: Batch, matched: Pairs, size: int) -> Pairing:
-    """ΔWₙ, |ΔW|² and Δl of the pairs that have a dual weight, and their moments."""
+    """Computes ΔWₙ, |ΔW|² and Δl of the pairs that have a dual weight, and their moments."""
     chunks = []
     for i, j in zip(matched.train.split(size), matched.test.split(size), strict=True):
         before, easy = here.see((train[0][i], train[1][i]))
@@ -264,7 +278,7 @@ def _pairing(here: SeenLayer, directions: Tensor, train: Batch, test: Batch, mat
 
 
 def _moments(w: Tensor, g: Tensor) -> dict[str, list[float]]:
-    """Over the pairs, for each direction; a correlation is zero where one of the two does not vary."""
+    """Moments over the pairs for each direction. The correlation is zero if ΔW or g does not vary."""
     means, sigmas = [x.mean(dim=0) for x in (w, g)], [x.std(dim=0, correction=0) for x in (w, g)]
     correlation = ((w - means[0]) * (g - means[1])).mean(dim=0) / (sigmas[0] * sigmas[1])
     return {
@@ -282,7 +296,7 @@ def _batches(samples: Batch, size: int) -> list[Batch]:
 
 
 def _basis(objective: Objective, k: int, rows: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Eigenvalues in falling order and eigenvectors as rows."""
+    """Eigenvalues in descending order, and the eigenvectors as rows."""
     if objective.size > DENSE:
         eigen = top_eigenvalues(Hessian(objective), k, seed=seed)
         return eigen.values, eigen.vectors
@@ -291,7 +305,7 @@ def _basis(objective: Objective, k: int, rows: int, seed: int) -> tuple[Tensor, 
 
 
 def _matrix(objective: Objective, rows: int) -> Tensor:
-    """∇²f, so many rows at once; each batch's first backward pass serves all of its rows."""
+    """∇²f as a dense matrix, computed `rows` rows at a time. The rows of a batch share its first backward pass."""
     total = torch.zeros(objective.size, objective.size, dtype=objective.dtype)
     unit = torch.eye(objective.size, dtype=objective.dtype)
     for batch in objective.batches:
@@ -303,7 +317,7 @@ def _matrix(objective: Objective, rows: int) -> Tensor:
 
 
 def _products(slope: Tensor, parameters: Sequence[Tensor], directions: Tensor) -> Tensor:
-    """H v for each direction v, as rows; one by one where a user's own function cannot be batched."""
+    """H v for each direction v, as rows. Falls back to one at a time if an autograd function cannot be batched."""
     if len(directions) > 1:
         with suppress(RuntimeError):
             found = torch.autograd.grad(slope, parameters, directions, retain_graph=True, is_grads_batched=True)

@@ -1,30 +1,30 @@
-"""Curvature without pooling the data: the clients compute the products, the server runs Lanczos."""
+"""Curvature without pooling the data: the clients compute Hessian products and the server runs Lanczos."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedflat.client import Problem
-from fedflat.engine.engine import Engine, one_thread
-from fedflat.federation.federation import Federation
+from fedflat.federation import Federation
 from fedflat.flatness.objective import Objective
-from fedflat.flatness.sharpness import rises, unit
-from fedflat.metrics import bytes_of
+from fedflat.flatness.sharpness import rises
+from fedflat.local import Batch
 from fedflat.randomness import generator
-from fedflat.rule import Batch
-from fedflat.state import ServerState
+from fedflat.rounds import Engine, Problem, ServerState, bytes_of, one_thread
 
 
 @dataclass(frozen=True)
 class Portion:
-    """The fixed training samples that flatness is measured on: the same share of every client's, drawn by the seed.
+    """The fixed training samples on which flatness is measured: the same fraction of each client's data.
 
-    `samples` of all clients together, to rounding and at least one of each; 0 means all there are.
+    Attributes:
+        samples: total over all clients, up to rounding and with at least one sample from each; 0 uses all.
+        seed: seed that draws the samples.
+        batch: samples per forward pass.
     """
 
     samples: int = 2000
@@ -38,22 +38,22 @@ class Portion:
         return shard[order[: self.count(federation, client)].sort().values]
 
     def count(self, federation: Federation, client: int) -> int:
-        """How many they are, which also a server knows that does not have them."""
+        """The number of one client's samples. The server can compute this without the data."""
         there = federation.samples(client)
         wanted = round(federation.share(client) * self.samples / federation.clients) if self.samples else there
         return min(max(1, wanted), there)
 
     def batches(self, federation: Federation, clients: Sequence[int]) -> list[Batch]:
-        """The samples of some clients as the network takes them, never augmented."""
+        """The samples of some clients as network inputs and labels, without augmentation."""
         indices = torch.cat([self.of(federation, client) for client in clients])
         return [federation.batch(some, None) for some in indices.split(self.batch)]
 
     def own(self, problem: Problem, client: int) -> Objective:
-        """The mean loss of one client's samples."""
+        """The mean loss over one client's samples."""
         return Objective(problem.network.module, problem.loss, self.batches(problem.federation, [client]))
 
     def pooled(self, problem: Problem) -> Objective:
-        """The mean loss of all clients' samples, in one place."""
+        """The mean loss over the pooled samples of all clients."""
         batches = self.batches(problem.federation, range(problem.federation.clients))
         return Objective(problem.network.module, problem.loss, batches)
 
@@ -63,42 +63,38 @@ ALL = Portion(0)
 
 @dataclass(frozen=True)
 class HessianProduct:
-    """The question that the server asks a client: what is Hᵢ v on your samples?"""
+    """A query that the server sends to a client: Hᵢ v on the client's samples."""
 
     portion: Portion = Portion()
 
     def __call__(self, problem: Problem, client: int, vector: Tensor) -> Tensor:
-        trained, product = _trained(problem), torch.zeros_like(vector)
-        product[trained] = self.portion.own(problem, client).product(vector[trained])
-        return product
+        return self.portion.own(problem, client).product(vector)
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """… what is ∇fᵢ(w)? The vector does not matter."""
+    """A query for ∇fᵢ(w). It ignores the vector."""
 
     portion: Portion = ALL
 
     def __call__(self, problem: Problem, client: int, vector: Tensor) -> Tensor:
-        answer = torch.zeros_like(vector)
-        answer[_trained(problem)] = self.portion.own(problem, client).gradient()
-        return answer
+        return self.portion.own(problem, client).gradient()
 
 
 @dataclass(frozen=True)
 class Rise:
-    """… what is fᵢ(w + v) − fᵢ(w)? The answer is the first entry, the others are 0."""
+    """A query for fᵢ(w + v) − fᵢ(w). The answer is in the first entry; the others are 0."""
 
     portion: Portion = ALL
 
     def __call__(self, problem: Problem, client: int, vector: Tensor) -> Tensor:
-        (rise,) = rises(self.portion.own(problem, client), [vector[_trained(problem)]])
+        (rise,) = rises(self.portion.own(problem, client), [vector])
         return _number(rise, vector)
 
 
 @dataclass(frozen=True)
 class Margin:
-    """… how many of your samples have a margin z_y − max_{j≠y} z_j of at most γ? The answer is the first entry."""
+    """A query for the number of samples with margin z_y − max_{j≠y} z_j ≤ γ. The answer is in the first entry."""
 
     margin: float
     portion: Portion = ALL
@@ -111,7 +107,7 @@ class Margin:
 
 
 def _within(logits: Tensor, labels: Tensor, margin: float) -> float:
-    """The number of samples within the margin; NaN where labels are not classes."""
+    """The number of samples within the margin; NaN if the labels are not class indices."""
     if labels.is_floating_point():
         return math.nan
     true = logits.gather(1, labels[:, None])
@@ -125,69 +121,21 @@ def _number(value: float, like: Tensor) -> Tensor:
     return answer
 
 
-@one_thread()
-def gradient_norm(engine: Engine, state: ServerState, problem: Problem) -> float:
-    """‖∇f(w)‖² of the global objective f = Σ pᵢ fᵢ, pᵢ = nᵢ/N, over all training samples."""
-    federation, total = problem.federation, torch.zeros_like(state.weights, dtype=torch.float64)
-    sizes = [federation.samples(client) for client in range(federation.clients)]
-    for client, gradient in engine.ask(state, state.weights, range(federation.clients), "gradient"):
-        total.add_(gradient, alpha=sizes[client] / sum(sizes))
-    return float(total @ total)
-
-
-def margin_loss(engine: Engine, state: ServerState, problem: Problem) -> float:
-    """The empirical margin loss of FedSMOO's generalisation bound: the share of training samples within γ."""
-    federation = problem.federation
-    answers = engine.ask(state, state.weights, range(federation.clients), "margin")
-    within = sum(float(answer[0]) for _, answer in answers)
-    return within / sum(federation.samples(client) for client in range(federation.clients))
-
-
-@one_thread()
-def local_sharpness(
-    engine: Engine, local: Mapping[int, ServerState], averaged: ServerState, rho: float
-) -> dict[str, float]:
-    """SAM's sharpness S_g(w) = g(w + ρ ∇g/‖∇g‖) − g(w), over the clients of a round, each on its own samples:
-
-    local     (1/n) Σ S_{fᵢ}(wᵢ)      of each client's loss at its own model
-    averaged  (1/n) Σ S_{fᵢ}(w)       of each client's loss at the averaged model, with a perturbation of its own
-    global    S_f(w), f = (1/n) Σ fᵢ   of the common loss there, with one perturbation for all
-    """
-    clients = list(local)
-    own = [_ascent(engine, state, client, rho)[0] for client, state in local.items()]
-    there = [_ascent(engine, averaged, client, rho) for client in clients]
-    mean = torch.stack([gradient for _, gradient in there]).mean(dim=0)
-    common = [float(a[0]) for _, a in engine.ask(averaged, rho * unit(mean), clients, "rise")]
-    return {
-        "local_sharpness": sum(own) / len(own),
-        "averaged_sharpness": sum(rise for rise, _ in there) / len(there),
-        "global_sharpness": sum(common) / len(common),
-    }
-
-
-def _ascent(engine: Engine, state: ServerState, client: int, rho: float) -> tuple[float, Tensor]:
-    """The sharpness of one client's loss at a model, and the gradient there."""
-    ((_, told),) = engine.ask(state, state.weights, [client], "gradient")
-    gradient = told.clone()
-    ((_, rise),) = engine.ask(state, rho * unit(gradient), [client], "rise")
-    return float(rise[0]), gradient
-
-
-def _trained(problem: Problem) -> Tensor | slice:
-    """Where the trained parameters stand among all weights."""
-    fixed = problem.network.fixed
-    return slice(None) if fixed is None else ~fixed
-
-
 class FederatedHessian:
-    """H = Σ pᵢ Hᵢ with pᵢ = nᵢ/N, the Hessian of the global objective. Client i makes Hᵢ v; no sample leaves it.
+    """The Hessian of the global objective, H = Σ pᵢ Hᵢ with pᵢ = nᵢ/N. Client i computes Hᵢ v on its own samples.
 
-    The engine must have been started with `HessianProduct` as its question. A product sends v to every client and
-    brings a vector of the same size back: `bytes` counts both.
+    The engine must have been started with `HessianProduct` as its query. A product sends v to every client and
+    receives a vector of the same size from each; `bytes` counts both.
+
+    Args:
+        engine: the engine that runs the clients.
+        state: the server state with the weights at which H is evaluated.
+        problem: the network, the loss and the federation.
+        portion: the samples of each client. It must be the portion of the engine's `HessianProduct`.
     """
 
     def __init__(self, engine: Engine, state: ServerState, problem: Problem, portion: Portion) -> None:
-        self._engine, self._state, self._trained = engine, state, _trained(problem)
+        self._engine, self._state = engine, state
         federation = problem.federation
         counts = [portion.count(federation, client) for client in range(federation.clients)]
         self.samples, self.products = sum(counts), 0
@@ -195,7 +143,7 @@ class FederatedHessian:
 
     @property
     def size(self) -> int:
-        return self._state.weights[self._trained].numel()
+        return self._state.weights.numel()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -203,14 +151,14 @@ class FederatedHessian:
 
     @property
     def bytes(self) -> int:
-        """What has crossed so far, both ways, beside the weights themselves."""
+        """Bytes exchanged so far in both directions, not counting the weights."""
         return self.products * 2 * len(self._shares) * bytes_of(self._state.weights)
 
     @one_thread()
     def __matmul__(self, vector: Tensor) -> Tensor:
         self.products += 1
-        total, asked = torch.zeros_like(self._state.weights), torch.zeros_like(self._state.weights)
-        asked[self._trained] = vector.to(asked)
+        total = torch.zeros_like(self._state.weights)
+        asked = vector.to(total)
         for client, answer in self._engine.ask(self._state, asked, range(len(self._shares))):
             total.add_(answer, alpha=self._shares[client])
-        return total[self._trained]
+        return total

@@ -1,4 +1,4 @@
-"""The Hessian of the mean loss over fixed samples, at fixed weights, in evaluation mode: products, spectrum, trace."""
+"""The Hessian of the mean loss over fixed samples in evaluation mode: products, top eigenvalues and trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedflat.flatness.objective import Objective
 
 
 class Operator(Protocol):
-    """A symmetric matrix that is only known by its products with vectors; it counts them."""
+    """A symmetric matrix that is accessed only through matrix–vector products, which it counts in `products`."""
 
     @property
     def size(self) -> int: ...
@@ -30,9 +30,9 @@ class Operator(Protocol):
 
 
 class Hessian:
-    """H = ∇²f(w) of an objective, as an operator: `hessian @ v` is the derivative of ∇f along v.
+    """The Hessian H = ∇²f(w) of an objective as an operator: `hessian @ v` is the derivative of ∇f along v.
 
-    The samples are fixed and in a fixed order, and nothing is drawn, so the operator is the same one at every product.
+    The samples and their order are fixed and nothing is random, so every product uses the same matrix.
 
     >>> x = torch.tensor([[1.0], [3.0]])
     >>> f = Objective(torch.nn.Linear(1, 1, bias=False), lambda z, y: 0.5 * (z - y).square().mean(), [(x, x)])
@@ -58,9 +58,10 @@ class Hessian:
 
 
 class GaussNewton(Hessian):
-    """G = E[Jᵀ ∇²_z ℓ J], the Hessian's part that does not bend the network: J = ∂z/∂w, z its outputs.
+    """The Gauss–Newton matrix G = E[Jᵀ ∇²_z ℓ J], with J = ∂z/∂w and z the outputs of the network.
 
-    For a loss that is convex in z, as the cross-entropy is, G is positive semidefinite. H = G + E Σ_c (∂ℓ/∂z_c) ∇²z_c.
+    G is the Hessian without the curvature of the network itself: H = G + E Σ_c (∂ℓ/∂z_c) ∇²z_c. For a loss that is
+    convex in z, such as cross-entropy, G is positive semidefinite.
     """
 
     def __matmul__(self, vector: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ class GaussNewton(Hessian):
 
 @dataclass(frozen=True)
 class Eigen:
-    """The k largest eigenvalues in falling order, their vectors as rows, and ‖H v − λ v‖ of each."""
+    """The k largest eigenvalues in descending order, the eigenvectors as rows, and the residuals ‖H v − λ v‖."""
 
     values: Tensor
     vectors: Tensor
@@ -84,10 +85,22 @@ class Eigen:
 
 
 def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed: int = 0) -> Eigen:
-    """The k algebraically largest eigenvalues by SciPy's Lanczos; the start vector comes from the seed.
+    """Computes the k algebraically largest eigenvalues with SciPy's Lanczos method.
 
-    A matrix that is hardly larger than k is written out instead. They are NaN where a product is not finite. Only the
-    products wait for the operator's device.
+    If the matrix has at most k + 1 rows, it is formed and diagonalised instead. Only the products run on the
+    operator's device.
+
+    Args:
+        hessian: the operator.
+        k: number of eigenvalues.
+        tolerance: relative accuracy of the eigenvalues.
+        seed: seed of the start vector.
+
+    Returns:
+        The eigenvalues, eigenvectors and residuals. The eigenvalues are NaN if a product is not finite.
+
+    Raises:
+        TrainingError: Lanczos did not converge.
     """
     before = hessian.products
     if hessian.size <= k + 1:
@@ -102,12 +115,12 @@ def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed
 
 
 def _lanczos(hessian: Operator, k: int, tolerance: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Eigenvalues in falling order, and their vectors as rows."""
+    """Eigenvalues in descending order, and the eigenvectors as rows."""
 
     def product(vector: Any) -> Any:
         image = (hessian @ torch.from_numpy(np.ascontiguousarray(vector)).reshape(-1)).cpu().numpy()
         if not np.isfinite(image).all():
-            raise FloatingPointError  # ARPACK would take it for a zero
+            raise FloatingPointError  # ARPACK would treat it as zero
         return image
 
     dtype = np.float64 if hessian.dtype == torch.float64 else np.float32
@@ -117,8 +130,10 @@ def _lanczos(hessian: Operator, k: int, tolerance: float, seed: int) -> tuple[Te
     try:
         values, columns = eigsh(operator, k=k, which="LA", tol=tolerance, v0=start, ncv=subspace)
     except ArpackNoConvergence as error:
-        raise TrainingError(f"the {k} largest eigenvalues did not settle to {tolerance:g}; ask for fewer") from error
-    except ArpackError:  # its first product was zero, as in a layer whose inputs are all dead
+        raise TrainingError(
+            f"the {k} largest eigenvalues did not converge to tolerance {tolerance:g}; ask for fewer"
+        ) from error
+    except ArpackError:  # the first product was zero, for example in a layer whose inputs are all zero
         return torch.zeros(k, dtype=hessian.dtype), torch.eye(k, hessian.size, dtype=hessian.dtype)
     except FloatingPointError:
         return torch.full((k,), math.nan, dtype=hessian.dtype), torch.eye(k, hessian.size, dtype=hessian.dtype)
@@ -136,12 +151,16 @@ class Trace:
 
 
 def signs(operator: Operator, chance: torch.Generator) -> Tensor:
-    """A probe of independent ±1."""
+    """A probe vector of independent random signs ±1."""
     return torch.randint(0, 2, (operator.size,), generator=chance).to(operator.dtype).mul_(2).sub_(1)
 
 
 def trace(hessian: Operator, probes: int = 30, seed: int = 0) -> Trace:
-    """Hutchinson's estimate: the mean of zᵀ H z over probes z with independent signs."""
+    """Hutchinson's estimate of tr H: the mean of zᵀ H z over `probes` vectors z of independent random signs.
+
+    Returns:
+        The estimate. Its standard error is NaN for a single probe.
+    """
     chance = torch.Generator().manual_seed(seed)
     samples = []
     for _ in range(probes):

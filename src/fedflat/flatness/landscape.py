@@ -1,4 +1,4 @@
-"""The loss around a minimum, along one direction or over the plane of two."""
+"""The loss around a minimum, along one direction or over a plane."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedflat.errors import RecipeError, RunError
+from fedflat.federation import load_npz
 from fedflat.flatness.hessian import Eigen
 from fedflat.flatness.objective import Objective
 
 Floats = NDArray[np.float64]
-_FEWEST = 3  # points that show a curvature
+_FEWEST = 3  # a curvature needs at least three points
 
 
 @dataclass(frozen=True, eq=False)
 class Landscape:
-    """`values[i]` = f(w + αᵢ d₁), or `values[i, j]` = f(w + αᵢ d₁ + βⱼ d₂), and `centre` = f(w).
+    """The loss on a grid around the weights w.
 
-    A row of `axes` holds the steps along one direction. Where the loss overflowed, a value is inf or nan.
+    Attributes:
+        axes: the steps αᵢ (and βⱼ), one row for each direction.
+        values: `values[i]` = f(w + αᵢ d₁), or `values[i, j]` = f(w + αᵢ d₁ + βⱼ d₂); inf or nan if the loss overflowed.
+        centre: f(w).
     """
 
     axes: Floats
@@ -36,7 +41,7 @@ class Landscape:
 
     @property
     def rise(self) -> float:
-        """max f(w + …) − f(w) over the grid: the sharpness within its span; inf where the loss overflowed.
+        """max f(w + …) − f(w) over the grid, the sharpness within its span; inf if the loss overflowed.
 
         >>> Landscape(np.array([[-1.0, 0.0, 1.0]]), np.array([2.5, 0.5, 1.5]), 0.5).rise
         2.0
@@ -44,7 +49,7 @@ class Landscape:
         return float(np.nan_to_num(self.values, nan=math.inf, posinf=math.inf).max()) - self.centre
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it as .npz."""
+        """Writes the landscape as an .npz file. Raises `RunError` if that fails."""
         try:
             with open(path, "wb") as file:
                 np.savez_compressed(file, axes=self.axes, values=self.values, centre=self.centre)
@@ -53,10 +58,9 @@ class Landscape:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Landscape:
-        """Read what `save` wrote."""
+        """Reads a file written by `save`. Raises `RunError` if it is missing or damaged."""
         try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:
-                axes, values, centre = content["axes"], content["values"], content["centre"]
+            axes, values, centre = load_npz(Path(path), ["axes", "values", "centre"]).values()
         except OSError as error:
             raise RunError(f"{path}: the landscape cannot be read ({error.strerror})") from error
         except Exception as error:  # a damaged zip or header makes zipfile, zlib and NumPy raise almost anything
@@ -82,9 +86,17 @@ def landscape(
     points: int = 25,
     progress: Callable[[], object] | None = None,
 ) -> Landscape:
-    """The mean loss at `points` steps from −span to span along one direction, or at their square over two.
+    """Evaluates the mean loss on a line or a plane through the current weights, with forward passes only.
 
-    Only forward passes; an odd number of points has w itself among them. `progress` is called after each point.
+    Args:
+        objective: the mean loss; its module holds the weights w.
+        directions: one direction (a curve) or two (a surface), each a flat vector of the objective's size.
+        span: the steps run from −span to span.
+        points: number of steps along each direction. An odd number includes w itself.
+        progress: called after each point.
+
+    Raises:
+        RecipeError: an argument is out of range.
 
     >>> x = torch.tensor([[1.0], [3.0]])
     >>> f = Objective(torch.nn.Linear(1, 1, bias=False), lambda z, y: 0.5 * (z - y).square().mean(), [(x, x)])
@@ -109,7 +121,7 @@ def landscape(
 
 def _check(objective: Objective, directions: Sequence[Tensor] | Tensor, span: float, points: int) -> None:
     if len(directions) not in (1, 2):
-        raise RecipeError(f"landscape: {len(directions)} directions given; one makes a curve and two make a surface")
+        raise RecipeError(f"landscape: {len(directions)} directions given; give one for a curve or two for a surface")
     for direction in directions:
         if direction.shape != (objective.size,):
             shape = tuple(direction.shape)
@@ -119,24 +131,36 @@ def _check(objective: Objective, directions: Sequence[Tensor] | Tensor, span: fl
     if not 0 < span < math.inf:
         raise RecipeError(f"landscape: span is {span}; it must be a positive number")
     if points < _FEWEST:
-        raise RecipeError(f"landscape: points is {points}; at least {_FEWEST} show a curvature")
+        raise RecipeError(f"landscape: points is {points}; it must be at least {_FEWEST}")
 
 
 def eigen_plane(eigen: Eigen) -> Tensor:
-    """The unit eigenvectors of λ₁ and λ₂ as rows: the plane in which f bends most."""
+    """The unit eigenvectors of λ₁ and λ₂ as rows. They span the plane in which f curves most.
+
+    Raises:
+        RecipeError: `eigen` holds only one eigenvector.
+    """
     if len(eigen.vectors) < 2:
-        raise RecipeError("eigen plane: one eigenvector spans no plane; compute the top two eigenvalues or more")
+        raise RecipeError("eigen plane: one eigenvector does not span a plane; compute at least two")
     return functional.normalize(eigen.vectors[:2], dim=1)
 
 
 def filter_normalised(objective: Objective, count: int = 2, seed: int = 0, orthogonal: bool = False) -> Tensor:
-    """Random directions, as rows, whose filters are as long as the weights' (Li et al., 2018).
+    """Random filter-normalised directions (Li et al., 2018).
 
-    d_f ← d_f ‖w_f‖/(‖d_f‖ + 1e-10) with Gaussian d_f, for each output f of a layer; biases and norms stay 0. So a step
-    of 1 has the size of the weights, whatever their scale, and the landscapes of different models can be compared.
+    For each output f of a layer, d_f ← d_f ‖w_f‖/(‖d_f‖ + 1e-10) with Gaussian d_f. Biases and normalisation
+    parameters stay 0. A step of 1 then has the size of the weights at any scale, so landscapes of different models can
+    be compared.
 
-    `orthogonal` makes each direction orthogonal to those before it, filter by filter, which keeps the filters' norms;
-    a filter of n weights has room for n directions, and the further ones are 0 there.
+    Args:
+        objective: its module holds the weights w.
+        count: number of directions.
+        seed: seed of the Gaussian draws.
+        orthogonal: make each direction orthogonal to the earlier ones, filter by filter, which keeps the filter norms.
+            A filter of n weights has at most n orthogonal directions; further ones are 0 there.
+
+    Returns:
+        The directions as rows.
     """
     chance = torch.Generator().manual_seed(seed)
     drawn = torch.randn(count, objective.size, generator=chance, dtype=torch.float64)
@@ -154,7 +178,7 @@ def filter_normalised(objective: Objective, count: int = 2, seed: int = 0, ortho
 
 
 def _orthogonalised(filters: Tensor) -> Tensor:
-    """Gram–Schmidt over the first axis for each filter on its own, as unit vectors."""
+    """Gram–Schmidt over the first axis, separately for each filter, with unit vectors as result."""
     basis, factor = torch.linalg.qr(filters.permute(1, 2, 0))
-    basis = basis * factor.diagonal(dim1=1, dim2=2).sign().unsqueeze(1)  # QR leaves the signs open
+    basis = basis * factor.diagonal(dim1=1, dim2=2).sign().unsqueeze(1)  # QR does not fix the signs
     return functional.pad(basis, (0, len(filters) - basis.shape[2])).permute(2, 0, 1)

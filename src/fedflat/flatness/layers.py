@@ -1,4 +1,4 @@
-"""Flatness layer by layer: the diagonal blocks of the Hessian, and what the layers' inputs say about them."""
+"""Flatness layer by layer: the diagonal blocks of the Hessian, and bounds on them from the layers' inputs."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ from fedflat.errors import RecipeError
 from fedflat.flatness.hessian import Hessian, Trace, top_eigenvalues
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.spectrum import hutch_plus_plus, ritz
-from fedflat.rule import Batch
+from fedflat.local import Batch
 
 Layer = nn.Linear | nn.Conv2d
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What enters a layer, and what that says about the curvature in its weight.
+    """The inputs of a layer, and the bound that they give on the curvature in its weight.
 
-    Z = A Wᵀ, where the rows of A are what W meets at each position: patches, tokens, in a plain linear layer a alone.
-    With the bias in the block, W has one column more and every row of A ends with a 1. A step D of W moves Z by A Dᵀ,
-    and as Z is linear in W its block of the Hessian is exactly
+    Z = A Wᵀ, where the rows of A are the inputs at each position: patches, tokens, or the single row a in a plain
+    linear layer. If the block includes the bias, W has one more column and every row of A ends with a 1. A step D of W
+    moves Z by A Dᵀ. Because Z is linear in W, its block of the Hessian is exactly
 
         ⟨D, H_l D⟩ = E⟨A Dᵀ, ∇²_Z ℓ · A Dᵀ⟩ ≤ E[λ⁺ ‖A Dᵀ‖²] ≤ E[λ⁺ ‖A‖²] ‖D‖²,   λ⁺ = max(0, λ_max(∇²_Z ℓ)),
 
     with ∇²_Z ℓ the Hessian of one sample's loss in all outputs of the layer together. This is MAN's `bound`,
-    λ_max(H_l) ≤ E[λ⁺ ‖A‖²]; in a plain linear layer with its bias ‖A‖² = ‖a‖² + 1. ‖A‖ is Frobenius' norm, a sum over
-    positions (of the largest group, if channels are grouped): the spectral norm would do too, but costs a singular
-    value decomposition for each sample.
+    λ_max(H_l) ≤ E[λ⁺ ‖A‖²]. For a plain linear layer with its bias, ‖A‖² = ‖a‖² + 1. ‖A‖ is the Frobenius norm, a sum
+    over positions (for grouped channels, of the largest group). The spectral norm would also give a bound, but needs a
+    singular value decomposition for each sample.
 
-    Assumed: the loss is a mean over the samples, which do not influence each other in evaluation mode. The bound is
-    None where the first axis of the layer's output does not count samples, or a pass uses the weight several times.
+    The bound assumes that the loss is a mean over the samples and that samples do not influence each other in
+    evaluation mode. It is None if the first axis of the layer's output does not count samples, or if a forward pass
+    uses the weight several times.
     """
 
-    norm: float  # E‖a‖², without the bias's 1
-    mean_square: float  # the same per unit, as MAN penalises it
+    norm: float  # E‖a‖², without the 1 of the bias
+    mean_square: float  # the mean of a² over units, which MAN penalises
     patches: float  # E‖A‖²
     bound: float | None
-    last: bool  # whether the layer's output is the module's
+    last: bool  # whether the layer's output is the output of the module
 
     @property
     def softmax_bound(self) -> float | None:
-        """½ E‖A‖² ≥ λ₁ of the layer that gives the logits of a cross-entropy, since diag(p) − ppᵀ ⪯ ½ I."""
+        """½ E‖A‖² ≥ λ₁ for a layer that outputs the logits of a cross-entropy, because diag(p) − ppᵀ ⪯ ½ I."""
         return self.patches / 2 if self.last else None
 
 
 @dataclass(frozen=True)
 class LayerFlatness:
-    """The Hessian's diagonal block of one layer: its k largest eigenvalues, its trace; and what enters the layer."""
+    """One layer's diagonal block of the Hessian: its k largest eigenvalues, its trace and the layer's activity."""
 
     name: str
     parameters: int
@@ -64,7 +65,7 @@ class LayerFlatness:
 
 @dataclass(frozen=True)
 class Block:
-    """One layer's own parameters: the objective as a function of these alone, and the layer's activity."""
+    """One layer: the objective as a function of its parameters alone, and its activity."""
 
     name: str
     objective: Objective
@@ -81,11 +82,21 @@ def layers(
     seed: int = 0,
     bias: bool = True,
 ) -> list[LayerFlatness]:
-    """Each nn.Linear and nn.Conv2d whose weight the objective is a function of and whose module a pass calls.
+    """Measures every nn.Linear and nn.Conv2d that the objective depends on and that a forward pass calls.
 
-    A layer's block is that of its weight and bias, or with `bias=False` of its weight alone. Per layer the eigenvalues
-    cost tens of products with the Hessian, the trace (by Hutch++) `products`, and the bound of its activity about
-    `steps` backward passes from the loss to the layer.
+    For each layer the eigenvalues take tens of Hessian products.
+
+    Args:
+        objective: the mean loss.
+        k: number of eigenvalues of each block.
+        tolerance: relative accuracy of the eigenvalues.
+        products: Hessian products for each trace, which is estimated with Hutch++.
+        steps: backward passes from the loss to the layer for the bound of its activity.
+        seed: seed of the start vectors and probes.
+        bias: include the bias in the layer's block; otherwise the block is that of the weight alone.
+
+    Raises:
+        RecipeError: `k` or `steps` is less than 1, or no layer is found.
     """
     if min(k, steps) < 1:
         raise RecipeError(f"layers: k = {k} and steps = {steps} must be at least 1")
@@ -108,12 +119,12 @@ def blocks(objective: Objective, steps: int = 12, seed: int = 0, bias: bool = Tr
             shown = name.removesuffix("weight").removesuffix(".")
             found.append(Block(shown, objective.of([name, *biases]), activity, bool(biases)))
     if not found:
-        raise RecipeError("layers: the objective is a function of no weight of an nn.Linear or nn.Conv2d that it calls")
+        raise RecipeError("layers: the objective does not depend on the weight of any nn.Linear or nn.Conv2d it calls")
     return found
 
 
 def _sharing(objective: Objective) -> dict[str, list[Layer]]:
-    """The objective's weights that belong to layers, each with the modules that hold it."""
+    """The weights of the objective that belong to layers, each with the modules that share it."""
     modules = [m for m in objective.module.modules() if isinstance(m, Layer)]
     weights = {n: p for n, p in objective.module.named_parameters() if n in objective.layout.shapes}
     holders = {name: [m for m in modules if m.weight is weight] for name, weight in weights.items()}
@@ -121,7 +132,7 @@ def _sharing(objective: Objective) -> dict[str, list[Layer]]:
 
 
 def _biases(objective: Objective, modules: Sequence[Layer]) -> list[str]:
-    """The biases that belong to these layers and to no other module, if the objective is a function of them."""
+    """The names of the biases that belong only to these layers, if the objective depends on them."""
     others = [p for m in objective.module.modules() if m not in modules for p in m.parameters(recurse=False)]
     own = [m.bias for m in modules if m.bias is not None and not any(m.bias is p for p in others)]
     named = objective.module.named_parameters()
@@ -129,7 +140,7 @@ def _biases(objective: Objective, modules: Sequence[Layer]) -> list[str]:
 
 
 def _activity(objective: Objective, modules: Sequence[Layer], bias: bool, steps: int, seed: int) -> Activity | None:
-    """The activity of the modules that hold one weight, or None if a pass does not call them."""
+    """The activity of the modules that share one weight, or None if a forward pass does not call them."""
     chance = torch.Generator().manual_seed(seed)
     norm, units, patches, bounds, last = 0.0, 0, 0.0, [], True
     for batch in objective.batches:
@@ -150,7 +161,7 @@ def _activity(objective: Objective, modules: Sequence[Layer], bias: bool, steps:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One batch's summed loss, and of each call of a layer its input and a zero that was added to its output."""
+    """The summed loss of one batch. For each call of the layer, its input and a zero tensor added to its output."""
 
     inputs: list[Tensor]
     shifts: list[Tensor]
@@ -177,12 +188,12 @@ def _passed(objective: Objective, modules: Sequence[Layer], batch: Batch) -> _Pa
 
 @torch.no_grad()
 def _reach(layer: Layer, entered: Tensor, bias: bool) -> Tensor:
-    """‖A‖² of each sample: over all rows of A or, where groups of channels have rows of their own, the largest."""
+    """‖A‖² of each sample, over all rows of A. For grouped channels, the largest over the groups."""
     squares = entered.square()
     if isinstance(layer, nn.Linear):
         rows = squares.shape[1:-1].numel()
         return squares.reshape(len(squares), -1).sum(dim=1) + rows * bias
-    # A layer of ones in place of W sums a² over each patch, with the layer's own stride, padding and dilation.
+    # With ones in place of W the layer sums a² over each patch, with its own stride, padding and dilation.
     ones = {"weight": torch.ones_like(layer.weight[: layer.groups])}
     if layer.bias is not None:
         ones["bias"] = torch.full_like(layer.bias[: layer.groups], float(bias))
@@ -191,14 +202,14 @@ def _reach(layer: Layer, entered: Tensor, bias: bool) -> Tensor:
 
 
 def _curvature(loss: Tensor, shift: Tensor, steps: int, chance: torch.Generator) -> Tensor:
-    """max(0, λ_max(∇²_z ℓ)) of each sample by Lanczos: the largest Ritz value and, towards a safe bound, its residual.
+    """max(0, λ_max(∇²_z ℓ)) of each sample by Lanczos: the largest Ritz value plus its residual, to be a safe bound.
 
-    The samples are independent, so a product with the Hessian of their summed loss is a product for each of them. Where
-    all that follows the layer is piecewise linear, ∇²_z ℓ of a cross-entropy has rank C − 1, and C steps are exact.
-    Only two vectors are kept: lost orthogonality repeats eigenvalues, and does not move the largest.
+    The samples are independent, so one product with the Hessian of their summed loss is a product for each of them. If
+    everything after the layer is piecewise linear, ∇²_z ℓ of a cross-entropy has rank C − 1, and C steps are exact.
+    Only two vectors are kept. Loss of orthogonality repeats eigenvalues but does not change the largest one.
     """
     (slope,) = torch.autograd.grad(loss, shift, create_graph=True)
-    # Below this, squares underflow; a vector that small is taken for the zero at which Lanczos ends.
+    # Below this, squares underflow. A vector this small counts as zero, and Lanczos ends there.
     smallest = torch.finfo(shift.dtype).tiny ** 0.5
     v = torch.randn(shift.shape, generator=chance, dtype=shift.dtype).flatten(1)
     v /= v.norm(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""All numbers about one minimum, in one record."""
+"""All flatness measures of one minimum in one record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from fedflat.flatness.spectrum import Density, density, hutch_plus_plus
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The Hessian seen through products: its k largest eigenvalues with ‖Hv − λv‖, and its trace by two estimates."""
+    """The spectrum of a Hessian: its k largest eigenvalues with residuals ‖Hv − λv‖, and two estimates of its trace.
+
+    `trace` is Hutchinson's estimate and `trace_plus_plus` that of Hutch++. `products` counts the Hessian products and
+    `bytes` the traffic of a federated Hessian.
+    """
 
     eigenvalues: list[float]
     residuals: list[float]
@@ -33,7 +37,7 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class Flatness:
-    """What is known of one minimum on some samples."""
+    """The flatness measures of one minimum on a set of samples."""
 
     samples: int
     loss: float
@@ -55,7 +59,16 @@ def spectrum(
     steps: int = 0,
     seed: int = 0,
 ) -> Spectrum:
-    """The k largest eigenvalues and the trace of an operator; with `steps` of Lanczos also its density."""
+    """Computes the k largest eigenvalues and the trace of a Hessian, and optionally its eigenvalue density.
+
+    Args:
+        operator: the Hessian, pooled or federated.
+        k: number of eigenvalues.
+        probes: Hessian products for each of the two trace estimates (at least 3 for Hutch++).
+        tolerance: relative accuracy of the eigenvalues.
+        steps: Lanczos steps for the density; 0 leaves it out.
+        seed: seed of the start vectors and probes.
+    """
     eigen = top_eigenvalues(operator, k, tolerance, seed)
     plain, better = trace(operator, probes, seed), hutch_plus_plus(operator, max(probes, 3), seed)
     spread = density(operator, min(steps, operator.size), probes=1, seed=seed) if steps else None
@@ -74,10 +87,20 @@ def measure(
     seed: int = 0,
     bias: bool = True,
 ) -> Flatness:
-    """Everything about the minimum that the objective's module stands in.
+    """Measures the flatness of the objective at the current weights of its module.
 
-    Tens of Hessian products for the spectrum, `probes` each for the traces; `by_layer` about as many for every layer,
-    whose block has its bias unless `bias` is false.
+    The eigenvalues take tens of Hessian products.
+
+    Args:
+        objective: the mean loss.
+        k: number of eigenvalues.
+        probes: Hessian products for each of the two trace estimates.
+        rho: radius of the ascent and the average sharpness.
+        adaptive_rho: radius of the adaptive sharpness.
+        by_layer: also measure every layer, which takes about as many products again for each of them.
+        steps: Lanczos steps for the eigenvalue density; 0 leaves it out.
+        seed: seed of all random draws.
+        bias: include the bias in a layer's block.
     """
     average = average_sharpness(objective, rho, seed=seed)
     return Flatness(

@@ -1,4 +1,4 @@
-"""Norms of the weights, layer by layer, and the capacity that a generalisation bound makes of them."""
+"""Norms of the weights, layer by layer, and the capacity term of a generalisation bound."""
 
 from __future__ import annotations
 
@@ -20,21 +20,28 @@ from fedflat.flatness.hessian import top_eigenvalues
 
 
 def weight_norm(module: nn.Module) -> float:
-    """‖w‖, over all of the module's parameters.
+    """‖w‖, over the module's trained parameters.
 
     >>> weight_norm(nn.GroupNorm(2, 4))   # four ones and four zeros
     2.0
     """
-    return math.hypot(*(float(parameter.detach().double().norm()) for parameter in module.parameters()))
+    return math.hypot(
+        *(float(parameter.detach().double().norm()) for parameter in module.parameters() if parameter.requires_grad)
+    )
 
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """The norms of one layer's weight w: ‖w‖_F of its entries, and two that are the same for a linear layer.
+    """The norms of one layer's weight w.
 
-    `spectral` is the largest factor by which the layer, as the linear map that it is, stretches an input; `kernel` is
-    the largest singular value of w as a matrix of outputs × everything else. For a convolution `kernel` depends neither
-    on stride and padding nor on the image, and may be smaller or larger than `spectral`.
+    For a linear layer `spectral` and `kernel` are equal. For a convolution `kernel` does not depend on stride, padding
+    or image size, and may be smaller or larger than `spectral`.
+
+    Attributes:
+        name: the layer's name.
+        frobenius: ‖w‖_F of the entries.
+        spectral: the operator norm of the layer, the largest factor by which it stretches an input.
+        kernel: the largest singular value of w as a matrix of outputs × everything else.
     """
 
     name: str
@@ -44,14 +51,22 @@ class LayerNorm:
 
 
 def layer_norms(module: nn.Module, sample: Tensor) -> list[LayerNorm]:
-    """The norms of every Linear and Conv2d that a pass of `sample` (a batch of inputs) goes through, in module order.
+    """The norms of every nn.Linear and nn.Conv2d that a forward pass uses, in module order.
 
     A convolution is measured on images of the size that reaches it, with its stride, padding, dilation and groups.
-    A layer that the pass uses more than once counts once, on what it saw last. The module is put in evaluation mode.
+    A layer that the pass uses more than once counts once, with its last input.
+
+    Args:
+        module: the network. It is put into evaluation mode.
+        sample: a batch of inputs, which sets the image sizes.
+
+    Raises:
+        RecipeError: the forward pass uses neither an nn.Linear nor an nn.Conv2d.
+        DataError: the model cannot process the sample.
     """
     shapes = _input_shapes(module, sample)
     if not shapes:
-        raise RecipeError("model: no nn.Linear or nn.Conv2d found to take norms of")
+        raise RecipeError("model: found no nn.Linear or nn.Conv2d whose norm could be computed")
     return [
         _norms(name, layer, shapes[name])
         for name, layer in module.named_modules()
@@ -61,7 +76,7 @@ def layer_norms(module: nn.Module, sample: Tensor) -> list[LayerNorm]:
 
 @dataclass(frozen=True)
 class Capacity:
-    """V_L, infinite where a float ends, its decimal logarithm (−∞ for V_L = 0), and the layers it is made of."""
+    """The capacity V_L (inf if it overflows a float), its decimal logarithm (−∞ for V_L = 0), and its layers."""
 
     value: float
     log10: float
@@ -69,15 +84,19 @@ class Capacity:
 
 
 def capacity(module: nn.Module, sample: Tensor) -> Capacity:
-    """The term of FedSMOO's generalisation bound that the weights decide, over the L layers of `layer_norms`:
+    """The weight-dependent term of FedSMOO's generalisation bound, over the L layers of `layer_norms`.
 
         V_L = Π_l ‖w_l‖² · Σ_l ‖w_l‖_F²/‖w_l‖²
 
-    ‖w_l‖, which the paper leaves unnamed beside ‖w_l‖_F, is taken to be `spectral`: the bound on the margin loss has
-    the form of Neyshabur et al.'s PAC-Bayes bound (2018), whose product says how far the network can stretch an input.
-    There ‖w_l‖_F measures perturbed parameters, so it is that of w_l's entries. (The paper's product runs over
-    "L = 1 … L"; l is meant.) Biases and normalisation layers do not enter. V_L is the same for ReLU networks that
-    differ only in how layers share their scales.
+    The paper does not define ‖w_l‖ (as opposed to ‖w_l‖_F). We take it to be `spectral`, because the bound on the
+    margin loss has the form of the PAC-Bayes bound of Neyshabur et al. (2018), in which the product measures how far
+    the network can stretch an input. In that bound ‖w_l‖_F measures perturbed parameters, so it is the norm of the
+    entries of w_l. (The paper's product runs over "L = 1 … L"; l is meant.) Biases and normalisation layers are left
+    out. V_L does not change when the layers of a ReLU network are rescaled without changing its function.
+
+    Args:
+        module: the network. It is put into evaluation mode.
+        sample: a batch of inputs, which sets the image sizes.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)).requires_grad_(False)
     >>> _ = net[0].weight.copy_(3 * torch.eye(2)), net[2].weight.copy_(torch.tensor([[2.0, 0.0], [0.0, 0.0]]))
@@ -98,7 +117,7 @@ def _log10_capacity(layers: Sequence[LayerNorm]) -> float:
 
 @torch.no_grad()
 def _input_shapes(module: nn.Module, sample: Tensor) -> dict[str, torch.Size]:
-    """What a sample's pass hands to each layer that has norms: for an image its shape, by the layer's name."""
+    """The shape of the input of each nn.Linear and nn.Conv2d in a forward pass, by the layer's name."""
     shapes: dict[str, torch.Size] = {}
     with ExitStack() as hooks:
         for name, layer in module.named_modules():
@@ -109,7 +128,7 @@ def _input_shapes(module: nn.Module, sample: Tensor) -> dict[str, torch.Size]:
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(
-                f"sample: the model cannot take a batch of shape {tuple(sample.shape)} ({reason})"
+                f"sample: the model cannot process a batch of shape {tuple(sample.shape)} ({reason})"
             ) from error
     return shapes
 
@@ -126,7 +145,7 @@ def _norms(name: str, layer: nn.Linear | nn.Conv2d, shape: torch.Size) -> LayerN
 
 
 class Gram:
-    """AᵀA of a convolution x ↦ A x + b over inputs of one shape, as the gradient of ½‖A x‖²; in float64."""
+    """AᵀA of a convolution x ↦ A x + b for inputs of one shape, computed in float64 as the gradient of ½‖A x‖²."""
 
     dtype = torch.float64
 
@@ -142,10 +161,10 @@ class Gram:
 
 
 def _stretch(gram: Gram) -> float:
-    """‖A‖, the root of AᵀA's largest eigenvalue."""
+    """‖A‖, the square root of the largest eigenvalue of AᵀA."""
     probe = torch.randn(gram.size, generator=torch.Generator().manual_seed(0), dtype=gram.dtype)
     image = gram @ probe
-    # Lanczos needs more than one dimension, and a matrix that is not zero; this is exact for both.
+    # Lanczos needs more than one dimension and a nonzero matrix. In both other cases this is exact.
     if gram.size == 1 or not image.any():
         return math.sqrt(float(image.norm() / probe.norm()))
     return math.sqrt(float(top_eigenvalues(gram, k=1, tolerance=1e-6).values[0]))

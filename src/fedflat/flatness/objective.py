@@ -1,4 +1,4 @@
-"""What flatness is a property of: the mean loss of fixed samples as a function of the weights."""
+"""The mean loss over fixed samples as a function of the weights, with its derivatives."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedflat.heap import keep_freed_memory
-from fedflat.rule import Batch, Loss
-from fedflat.vector import Layout
+from fedflat.engine import keep_freed_memory
+from fedflat.local import Batch, Loss
+from fedflat.models import Layout
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Objective:
-    """f(w) = (1/N) Σ ℓ(w; x) in evaluation mode, without decay, augmentation or anything drawn.
+    """The mean loss f(w) = (1/N) Σ ℓ(w; x) in evaluation mode, without weight decay, augmentation or randomness.
 
-    With `names` it is a function of these parameters alone (a layer's), the others standing still. Vectors are flat, in
-    the order of the module's parameters.
+    Vectors are flat, in the order of the module's parameters.
+
+    Args:
+        module: the network, which holds the weights w. It is put into evaluation mode.
+        loss: the mean loss of a batch, given outputs and labels.
+        batches: the samples.
+        names: treat f as a function of these parameters alone (for example one layer) and hold the others fixed.
 
     >>> x = torch.tensor([[1.0], [3.0]])
     >>> module = nn.Linear(1, 1, bias=False)
@@ -48,7 +53,7 @@ class Objective:
 
     @property
     def size(self) -> int:
-        """d, the number of the parameters that it is a function of."""
+        """d, the number of parameters that f is a function of."""
         return self.layout.size
 
     @property
@@ -57,12 +62,12 @@ class Objective:
 
     @property
     def weights(self) -> Tensor:
-        """w, where the module stands, as a copy."""
+        """A copy of the module's current weights w."""
         return flat([parameter.detach() for parameter in self.parameters])
 
     @contextmanager
     def at(self, weights: Tensor) -> Iterator[None]:
-        """The module with other weights; afterwards its own are put back by copy, the same to the bit."""
+        """Sets other weights inside a `with` block and restores the old ones exactly afterwards."""
         home = self.weights
         try:
             self._move(weights)
@@ -78,7 +83,7 @@ class Objective:
 
     @torch.no_grad()
     def value(self) -> float:
-        """f at the module's weights, by forward passes alone."""
+        """f at the module's weights, with forward passes only."""
         return sum(float(self._mean(batch)) * self.share(batch) for batch in self.batches)
 
     def gradient(self) -> Tensor:
@@ -89,7 +94,7 @@ class Objective:
         return total
 
     def product(self, vector: Tensor) -> Tensor:
-        """∇²f · v at the module's weights, batch by batch: the derivative along v of each batch's gradient."""
+        """∇²f · v at the module's weights, summed over the batches: the derivative of each batch's gradient along v."""
         total = torch.zeros_like(self.weights)
         directions = list(self.layout.views(vector.to(total)).values())
         for batch in self.batches:
@@ -97,16 +102,16 @@ class Objective:
         return total
 
     def _along(self, batch: Batch, directions: list[Tensor]) -> Sequence[Tensor]:
-        """By a second backward pass, or forward over reverse.
+        """The Hessian product of one batch, by a second backward pass or by forward-over-reverse differentiation.
 
-        Of convolutions torch's second backward pass computes more than is asked for, so that forward over reverse is
-        a tenth faster; of matrix products it is a third slower. Some layers (attention, group norm in channels_last)
-        have no forward derivative in torch.
+        For convolutions torch's second backward pass computes more than is needed, and forward-over-reverse is a tenth
+        faster. For matrix products it is a third slower. Some layers (attention, group norm in channels_last) have no
+        forward derivative in torch.
         """
         if self._forward_mode:
             try:
                 return self._dual(batch, directions)
-            except RuntimeError:  # one of the module itself comes again below
+            except RuntimeError:  # an error of the module itself is raised again below
                 self._forward_mode = False
         slopes = torch.autograd.grad(self._mean(batch), self.parameters, create_graph=True)
         return torch.autograd.grad(slopes, self.parameters, directions)
@@ -122,7 +127,7 @@ class Objective:
         return [torch.zeros_like(v) if t is None else t for t, v in zip(tangents, directions, strict=True)]
 
     def gauss_newton(self, vector: Tensor) -> Tensor:
-        """G v with G = (1/N) Σ Jᵀ ∇²_z ℓ J, J the derivative of a sample's outputs z in the weights."""
+        """G v with G = (1/N) Σ Jᵀ ∇²_z ℓ J, where J is the derivative of a sample's outputs z in the weights."""
         total = torch.zeros_like(self.weights)
         directions = list(self.layout.views(vector.to(total)).values())
         for batch in self.batches:
@@ -130,7 +135,7 @@ class Objective:
         return total
 
     def _linearised(self, batch: Batch, directions: list[Tensor]) -> Sequence[Tensor]:
-        """Jᵀ ∇²_z ℓ J v of one batch. Jᵀu is linear in u, so that its derivative in u, applied to v, is J v."""
+        """Jᵀ ∇²_z ℓ J v of one batch. Jᵀu is linear in u, so its derivative in u, applied to v, is J v."""
         inputs, labels = batch
         outputs = self.module(inputs)
         u = torch.zeros_like(outputs, requires_grad=True)
@@ -142,7 +147,7 @@ class Objective:
         return torch.autograd.grad(outputs, self.parameters, bent, materialize_grads=True)
 
     def share(self, batch: Batch) -> float:
-        """n_b/N: with it a batch's mean enters the mean over all samples."""
+        """n_b/N, the weight of the batch's mean in the mean over all samples."""
         return len(batch[1]) / self.samples
 
     def _mean(self, batch: Batch) -> Tensor:
@@ -151,5 +156,5 @@ class Objective:
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors one after the other in one vector."""
+    """Concatenates tensors into one flat vector."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])

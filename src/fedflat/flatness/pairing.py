@@ -1,8 +1,8 @@
-"""Which training and test samples are twins: nearest neighbours of one class in input space.
+"""Pairs of train and test samples: nearest neighbours of the same class in input space.
 
-Activity–weight duality compares the loss of a sample with that of its twin. The paper takes every training sample with
-its nearest test sample; the authors' demo takes every test sample with its nearest training sample. The two weigh the
-samples differently, and may even differ in the sign of the mean difference, so both are always looked at.
+Activity–weight duality compares the losses of the two samples of a pair. The paper pairs every train sample with its
+nearest test sample; the authors' demo pairs every test sample with its nearest train sample. The two pairings weigh
+the samples differently, and their mean differences may even have opposite signs, so we always compute both.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from fedflat.errors import DataError, RecipeError, nearest
-from fedflat.rule import Batch
+from fedflat.local import Batch
 
 Direction = Literal["train_to_test", "test_to_train"]
 
-DIRECTIONS: tuple[Direction, ...] = get_args(Direction)  # the paper's first
-CHUNK = 256  # samples whose distances are taken at once
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)  # the paper's pairing comes first
+CHUNK = 256  # number of samples whose distances are computed at once
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which train and test samples are twins, by index, and how many classes only one side has."""
+    """The indices of paired train and test samples, and the number of classes that only one of the sets has."""
 
     train: Tensor
     test: Tensor
@@ -32,14 +32,18 @@ class Pairs:
 
 
 def pairs(train: Batch, test: Batch, direction: Direction = "train_to_test", limit: int = 0, seed: int = 0) -> Pairs:
-    """For each train sample the nearest test sample of its class (the paper's pairing), or the other way round.
+    """Pairs each train sample with the nearest test sample of its class (as in the paper), or the other way round.
 
     Args:
         train: inputs and classes of the train samples.
         test: inputs and classes of the test samples.
-        direction: `train_to_test` (the paper's) or `test_to_train` (that of the authors' demo).
-        limit: of more samples than this, so many are drawn by the seed; 0 takes all.
+        direction: `train_to_test` (the paper's pairing) or `test_to_train` (that of the authors' demo).
+        limit: maximum number of pairs, drawn with the seed; 0 uses all samples.
         seed: seed of that draw.
+
+    Raises:
+        RecipeError: `direction` or `limit` is invalid.
+        DataError: the labels are not one class per sample, or the two sets have no class in common.
 
     >>> train = torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([0, 0, 1])
     >>> test = torch.tensor([[4.0], [0.4]]), torch.tensor([0, 0])
@@ -66,7 +70,7 @@ def pairs(train: Batch, test: Batch, direction: Direction = "train_to_test", lim
 
 
 def drawn(indices: Tensor, limit: int, seed: int) -> Tensor:
-    """At most so many of the indices, in their order; 0 means all."""
+    """At most `limit` of the indices, in their original order; 0 means all."""
     if not limit or len(indices) <= limit:
         return indices
     chance = torch.Generator().manual_seed(seed)
@@ -74,7 +78,7 @@ def drawn(indices: Tensor, limit: int, seed: int) -> Tensor:
 
 
 def _twins(samples: Batch, others: Batch) -> Tensor:
-    """The nearest of the others of the same class: argmin |b|² − 2 a·b, in float64 because it is a difference."""
+    """The nearest other sample of the same class, argmin |b|² − 2 a·b; in float64 because this is a difference."""
     inputs, labels = samples
     twins = torch.empty_like(labels, dtype=torch.long)
     for label in labels.unique():

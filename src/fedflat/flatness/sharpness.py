@@ -1,4 +1,4 @@
-"""Sharpness: how much the mean loss rises when the weights take a step of length ρ, uphill or anywhere."""
+"""Sharpness: the rise of the mean loss after a step of length ρ, along the gradient or in a random direction."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from fedflat.errors import RecipeError
 from fedflat.flatness.objective import Objective
+from fedflat.models import unit
 
 
 def ascent_sharpness(objective: Objective, rho: float = 0.05) -> float:
-    """SAM's one step of ascent:  f(w + ρ ∇f/‖∇f‖) − f(w), and 0 where the gradient is zero.
+    """The rise of the loss after SAM's ascent step, f(w + ρ ∇f/‖∇f‖) − f(w); 0 if the gradient is zero.
 
     >>> x = torch.tensor([[1.0], [3.0]])
     >>> module = torch.nn.Linear(1, 1, bias=False)
@@ -30,10 +30,13 @@ def ascent_sharpness(objective: Objective, rho: float = 0.05) -> float:
 
 
 def adaptive_sharpness(objective: Objective, rho: float = 0.5) -> float:
-    """ASAM's step of ascent (Kwon et al. 2021):  f(w + ε) − f(w),  ε = ρ T² ∇f/‖T ∇f‖,  T = |w| elementwise.
+    """The rise of the loss after ASAM's ascent step (Kwon et al. 2021).
 
-    Weights that are rescaled without changing the function (a ReLU layer times c, the next one divided by c) rescale ε
-    with them, so the number stays: unlike λ₁ and `ascent_sharpness` it compares minima, not their parametrisation.
+        f(w + ε) − f(w),  ε = ρ T² ∇f/‖T ∇f‖,  T = |w| elementwise.
+
+    Rescaling the weights without changing the function (one ReLU layer times c, the next divided by c) rescales ε in
+    the same way and leaves this number unchanged. Unlike λ₁ and `ascent_sharpness` it compares minima and not their
+    parametrisation.
     """
     scale = objective.weights.abs()
     (rise,) = rises(objective, [rho * scale * unit(scale * objective.gradient())])
@@ -42,7 +45,7 @@ def adaptive_sharpness(objective: Objective, rho: float = 0.5) -> float:
 
 @dataclass(frozen=True)
 class AverageSharpness:
-    """The rise of f over random directions: its mean, the mean's standard error, and the largest one."""
+    """The rise of f over random directions: the mean, its standard error, and the largest value."""
 
     mean: float
     error: float
@@ -51,12 +54,21 @@ class AverageSharpness:
 
 
 def average_sharpness(objective: Objective, rho: float = 0.05, directions: int = 30, seed: int = 0) -> AverageSharpness:
-    """f(w + ρ û) − f(w) over û drawn uniformly from the unit sphere.
+    """The mean of f(w + ρ û) − f(w) over directions û drawn uniformly from the unit sphere.
 
-    To second order its expectation is ρ²/(2d) tr ∇²f(w): the trace, by forward passes alone.
+    To second order its expectation is ρ²/(2d) tr ∇²f(w), so it estimates the trace with forward passes only.
+
+    Args:
+        objective: the mean loss.
+        rho: length of the step.
+        directions: number of random directions.
+        seed: seed that draws them.
+
+    Raises:
+        RecipeError: `directions` is less than 1.
     """
     if directions < 1:
-        raise RecipeError(f"directions: {directions} gives nothing to average; take at least 1")
+        raise RecipeError(f"directions: {directions} is too few to average over; it must be at least 1")
     chance = torch.Generator().manual_seed(seed)
     drawn = (torch.randn(objective.size, generator=chance, dtype=objective.dtype) for _ in range(directions))
     found = rises(objective, (rho * unit(u) for u in drawn))
@@ -65,15 +77,10 @@ def average_sharpness(objective: Objective, rho: float = 0.05, directions: int =
 
 
 def rises(objective: Objective, steps: Iterable[Tensor]) -> list[float]:
-    """f(w + ε) − f(w) for each step ε; the weights are where they were afterwards."""
+    """f(w + ε) − f(w) for each step ε. The weights are restored afterwards."""
     home, floor = objective.weights, objective.value()
     found = []
     for step in steps:
         with objective.at(home + step):
             found.append(objective.value() - floor)
     return found
-
-
-def unit(vector: Tensor) -> Tensor:
-    """x/‖x‖, and zero where x is zero."""
-    return normalize(vector, dim=0, eps=torch.finfo(vector.dtype).tiny)

@@ -1,4 +1,4 @@
-"""The whole spectrum of a symmetric operator from few products: its trace by Hutch++ and its density by Lanczos."""
+"""The spectrum of a symmetric operator from a few products: its trace by Hutch++ and its density by Lanczos."""
 
 from __future__ import annotations
 
@@ -13,17 +13,28 @@ from fedflat.flatness.hessian import Operator, Trace, signs
 
 
 def hutch_plus_plus(operator: Operator, products: int = 30, seed: int = 0) -> Trace:
-    """tr H by Hutch++ (Meyer, Musco, Musco and Woodruff, 2021), with the standard error of its random part.
+    """Estimates tr H with Hutch++ (Meyer, Musco, Musco and Woodruff, 2021).
 
-    With Q an orthonormal basis of H S for a third of the products, S random signs, and P = I − QQᵀ:
+    A third of the products compute H S for random signs S. With Q an orthonormal basis of H S and P = I − QQᵀ,
 
-        tr H = tr QᵀHQ + tr PHP,
+        tr H = tr QᵀHQ + tr PHP .
 
-    the first exactly, the second by Hutchinson's mean of zᵀPHPz. What a few large eigenvalues hold has no variance
-    then, which is how the Hessian of a trained network looks. Memory: 2/3 · products · d floats.
+    The first term is exact, the second is Hutchinson's mean of zᵀPHPz. So the part of the trace in a few large
+    eigenvalues has no variance; the Hessian of a trained network has this shape. Memory: 2/3 · products · d floats.
+
+    Args:
+        operator: the matrix H.
+        products: total number of products with H; at least 3, better 12 or more.
+        seed: seed of the random signs.
+
+    Returns:
+        The estimate, with the standard error of its random part.
+
+    Raises:
+        RecipeError: `products` is less than 3.
     """
     if products < 3:
-        raise RecipeError(f"hutch_plus_plus: products = {products} is too few, give at least 3 (better 12 or more)")
+        raise RecipeError(f"hutch_plus_plus: products = {products} is too few; give at least 3 (better 12 or more)")
     chance = torch.Generator().manual_seed(seed)
     third = min(products // 3, operator.size)
     sketch = torch.stack([operator @ signs(operator, chance) for _ in range(third)], dim=1)
@@ -40,9 +51,10 @@ def hutch_plus_plus(operator: Operator, products: int = 30, seed: int = 0) -> Tr
 
 @dataclass(frozen=True)
 class Density:
-    """The eigenvalues' density φ(t) = (1/d) Σ δ(t − λᵢ) as a sum of peaks: per probe the nodes, and weights of sum 1.
+    """The eigenvalue density φ(t) = (1/d) Σ δ(t − λᵢ), as a sum of peaks.
 
-    Means over the probes are unbiased: E Σ w g(t) = (1/d) tr g(H) for every g that the quadrature integrates exactly.
+    Each probe has nodes t and weights w that sum to 1. Means over the probes are unbiased: E Σ w g(t) = (1/d) tr g(H)
+    for every g that the quadrature integrates exactly.
     """
 
     nodes: tuple[Tensor, ...]
@@ -61,7 +73,7 @@ class Density:
         return Trace(self.size * mean, self.size * error, self.products)
 
     def on(self, grid: Tensor, width: float) -> Tensor:
-        """φ on a grid of points, every peak widened to a normal density with this standard deviation."""
+        """φ on a grid of points, with each peak replaced by a normal density of standard deviation `width`."""
         nodes, weights = torch.cat(self.nodes), torch.cat(self.weights) / len(self.nodes)
         distance = (grid.double()[:, None] - nodes) / width
         return (-distance.square() / 2).exp() @ weights / (width * math.sqrt(2 * math.pi))
@@ -71,9 +83,18 @@ class Density:
 
 
 def density(operator: Operator, steps: int = 100, probes: int = 3, seed: int = 0) -> Density:
-    """Stochastic Lanczos quadrature (Ubaru, Chen and Saad, 2017): `steps` products for each random direction.
+    """Estimates the eigenvalue density by stochastic Lanczos quadrature (Ubaru, Chen and Saad, 2017).
 
     Memory: steps · d floats, for the basis of one probe at a time.
+
+    Args:
+        operator: the matrix.
+        steps: Lanczos steps, and so products, for each probe.
+        probes: number of random start vectors.
+        seed: seed of the start vectors.
+
+    Raises:
+        RecipeError: `steps` or `probes` is less than 1.
     """
     if min(steps, probes) < 1:
         raise RecipeError(f"density: steps = {steps} and probes = {probes} must be at least 1")
@@ -88,11 +109,19 @@ def density(operator: Operator, steps: int = 100, probes: int = 3, seed: int = 0
 
 
 def quadrature(operator: Operator, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Nodes t and weights w with Σ w p(t) = vᵀp(H)v, v = start/‖start‖, for each polynomial p of degree < 2·steps.
+    """The Gauss quadrature of a start vector, from the tridiagonal matrix of Lanczos.
 
-    Gauss's rule from the tridiagonal matrix that Lanczos makes; the basis is orthogonalised in full, twice, as else
-    eigenvalues come again as ghosts. Where the Krylov space ends early there are fewer nodes, and the rule is exact for
-    all functions.
+    The nodes t and weights w satisfy Σ w p(t) = vᵀp(H)v, v = start/‖start‖, for each polynomial p of degree < 2·steps.
+    The basis is fully orthogonalised, twice; otherwise spurious copies of eigenvalues ("ghosts") appear. If the Krylov
+    space ends early there are fewer nodes, and the rule is exact for all functions.
+
+    Args:
+        operator: the matrix H.
+        start: the start vector.
+        steps: maximum number of Lanczos steps.
+
+    Returns:
+        The nodes and the weights.
 
     >>> class Diagonal:
     ...     size, dtype, products = 3, torch.float64, 0
@@ -123,7 +152,7 @@ def quadrature(operator: Operator, start: Tensor, steps: int) -> tuple[Tensor, T
 
 
 def ritz(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues in rising order and eigenvectors (columns) of tridiagonal matrices, one or a batch of them.
+    """Eigenvalues in ascending order and eigenvectors (columns) of one tridiagonal matrix or a batch of them.
 
     >>> ritz(torch.tensor([2.0, 2.0]), torch.tensor([1.0]))[0].tolist()
     [1.0, 3.0]
@@ -133,7 +162,7 @@ def ritz(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean(samples: list[float]) -> tuple[float, float]:
-    """The mean with its standard error, which one sample alone does not tell."""
+    """The mean and its standard error, which is NaN for a single sample."""
     values = torch.tensor(samples, dtype=torch.float64)
     error = float(values.std()) / math.sqrt(len(samples)) if len(samples) > 1 else math.nan
     return float(values.mean()), error

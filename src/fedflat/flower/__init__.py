@@ -1,6 +1,6 @@
-"""The catalogue as a Flower app: the server's and the client's side of a deployment. Needs `fedflat[flower]`."""
+"""The methods as a Flower app: server and client side of a deployment. Needs `fedflat[flower]`."""
 
-from fedflat.flower.client import client_app
-from fedflat.flower.server import server_app
+from fedflat.flower.client_app import client_app
+from fedflat.flower.server_app import server_app
 
 __all__ = ["client_app", "server_app"]

@@ -1,7 +1,7 @@
-"""Certificates and keys for a deployment: a certificate authority of its own, the server's certificate, a key a client.
+"""Certificates and keys of a deployment: its certificate authority, the server's certificate, a key per client.
 
-All are elliptic-curve keys, in the forms that Flower reads. Whoever holds `ca.key` can make certificates that every
-client trusts: keep it offline once the deployment runs.
+All are elliptic-curve keys in formats that Flower reads. Whoever holds `ca.key` can make certificates that every client
+trusts: keep it offline once the deployment runs.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedflat.errors import RecipeError, RunError
-from fedflat.folder import written_to
+from fedflat.runs import private_directory, write_whole, written_to
 
+AUTHORITY = 3650  # minimum lifetime of the authority, in days
 PEM, NONE = serialization.Encoding.PEM, serialization.NoEncryption()
 
 
 def write_keys(folder: Path, hosts: Sequence[str], clients: int, days: int = 365) -> list[Path]:
-    """ca.pem, ca.key, server.pem, server.key, and client-i with client-i.pub for each client."""
+    """Write ca.pem, ca.key, server.pem, server.key, and client-i with client-i.pub for each client."""
     if folder.exists() and any(folder.iterdir()):
         raise RunError(f"{folder}: there are keys already; move them away first, as old nodes know only these")
     names = [_host(host) for host in hosts]
     with written_to(folder, "choose another directory"):
-        folder.mkdir(parents=True, exist_ok=True)
+        private_directory(folder)
         authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-        root = _certificate("fedflat deployment", authority, None, authority, (), days)
+        # The authority outlives the server's certificate, so renewing it needs no change at the clients.
+        root = _certificate("fedflat deployment", authority, None, authority, (), max(AUTHORITY, 2 * days))
         own = _certificate(hosts[0], server, root, authority, names, days)
         written = [_private(folder / "ca.key", authority), _public(folder / "ca.pem", root.public_bytes(PEM))]
         written += [_private(folder / "server.key", server), _public(folder / "server.pem", own.public_bytes(PEM))]
@@ -43,6 +45,28 @@ def write_keys(folder: Path, hosts: Sequence[str], clients: int, days: int = 365
     return written
 
 
+def renew(folder: Path, hosts: Sequence[str], days: int = 365) -> list[Path]:
+    """Renew the server's certificate and key with the authority in `folder`; clients need no update."""
+    names = [_host(host) for host in hosts]
+    try:
+        authority = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+        root = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{folder}: a renewal needs ca.key and ca.pem there ({error})") from None
+    if not isinstance(authority, ec.EllipticCurvePrivateKey) or authority.public_key() != root.public_key():
+        raise RunError(f"{folder}: ca.key is not the key of ca.pem")
+    last = (root.not_valid_after_utc - datetime.now(UTC)).days
+    if last < days:
+        raise RecipeError(f"--days {days}: the authority itself lasts {last} days more; give no more than that")
+    server = ec.generate_private_key(ec.SECP256R1())
+    own = _certificate(hosts[0], server, root, authority, names, days)
+    private = server.private_bytes(PEM, serialization.PrivateFormat.PKCS8, NONE)
+    with written_to(folder, "choose another directory"):
+        write_whole(folder / "server.key", private)
+        write_whole(folder / "server.pem", own.public_bytes(PEM), public=True)
+    return [folder / "server.key", folder / "server.pem"]
+
+
 def _certificate(
     name: str,
     key: ec.EllipticCurvePrivateKey,
@@ -51,7 +75,7 @@ def _certificate(
     names: Sequence[x509.GeneralName],
     days: int,
 ) -> x509.Certificate:
-    """The authority's own certificate (no issuer), or one of a server that answers under these names."""
+    """Create the authority's own certificate (no issuer), or a server's certificate for these names."""
     subject, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), datetime.now(UTC)
     root = issuer is None
     builder = (

@@ -1,30 +1,30 @@
-"""One side's view of a federation whose samples lie elsewhere."""
+"""One side's view of a federation whose samples are elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fedflat.client import Problem
 from fedflat.errors import DataError
-from fedflat.federation.datasets import Dataset
-from fedflat.federation.federation import Federation
+from fedflat.federation import Dataset, Federation
 from fedflat.methods import parse
-from fedflat.prepare import assemble, augmentation, gather
+from fedflat.randomness import Secret
 from fedflat.recipe import Recipe
+from fedflat.rounds import Problem
+from fedflat.runs import assemble, augmentation, gather
 
-NOBODY = -1  # the server, which is no client
+NOBODY = -1  # the server, which is not a client
 
 
 @dataclass(frozen=True)
 class OwnData(Federation):
-    """What one side knows: a client its own samples, the server how many each has; and both m and N.
+    """What one side knows: a client its own samples, the server the number of samples per client; both m and N.
 
-    `shards` has the own indices only; `everyone` is N.
+    `shards` has only this side's own indices; `everyone` is N.
     """
 
     client: int = NOBODY
@@ -51,7 +51,7 @@ class OwnData(Federation):
         return self.sizes[client] if client in self.sizes else len(self.shard(client))
 
     def largest_first(self, clients: Sequence[int]) -> list[int]:
-        """As in a simulation, as far as the sizes are known; the other clients come last."""
+        """The order of a simulation, as far as the sizes are known; the other clients come last."""
         return sorted(clients, key=lambda client: (-self.sizes.get(client, 0), client))
 
     def empty(self) -> int | None:
@@ -59,31 +59,42 @@ class OwnData(Federation):
 
 
 class DataHook(Protocol):
-    """Where a client's samples come from: a data set whose training part is the client's own.
+    """Provides a client's samples: a data set whose training part belongs to the client.
 
-    The server asks with client = −1: the shape of the samples and the number of classes are taken from its answer, and
-    the model is scored on the test part.
+    The server calls it with client = −1: the answer defines the shape of the samples and the number of classes, and the
+    model is scored on its test part.
     """
 
     def __call__(self, client: int) -> Dataset: ...
 
 
 def own_problem(
-    recipe: Recipe, client: int, everyone: int, hook: DataHook | None, sizes: Mapping[int, int] | None = None
+    recipe: Recipe,
+    client: int,
+    everyone: int,
+    hook: DataHook | None,
+    secret: Secret | None = None,
 ) -> Problem:
-    """The recipe's problem as this side sees it; without a hook its samples are those of the recipe's own split."""
+    """Build the recipe's problem as this side sees it; without a hook, with the samples of the recipe's split.
+
+    This side draws with its own secret or, as in a rehearsal, with the recipe's seed if there is no secret.
+    """
     if hook:
         dataset = hook(client)
         shard = torch.arange(len(dataset.train.labels))
     else:
         federation = gather(recipe)
         dataset, shard = federation.dataset, federation.shards[client] if client != NOBODY else torch.arange(0)
-    known: dict[str, Any] = {
-        "client": client,
-        "total": recipe.split.clients,
-        "everyone": everyone,
-        "sizes": dict(sizes or {}),
-    }
-    own = OwnData(dataset, (shard,), augmentation(recipe), **known)
-    problem = assemble(recipe, own, None, parse(recipe.method), torch.nn.functional.cross_entropy)
-    return replace(problem, group=1)  # a client elsewhere shares no step with another
+    total = recipe.split.clients
+    own = OwnData(dataset, (shard,), augmentation(recipe), client=client, total=total, everyone=everyone)
+    # Remote clients never share steps.
+    alone = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"group": 1})})
+    problem = assemble(alone, own, None, parse(recipe.method), torch.nn.functional.cross_entropy)
+    return replace(problem, secret=secret, deployed=True)
+
+
+def with_sizes(problem: Problem, sizes: Mapping[int, int], secret: Secret | None = None) -> Problem:
+    """The server's problem, once the clients have reported their sizes; it draws with the server's secret."""
+    assert isinstance(problem.federation, OwnData)
+    known = replace(problem.federation, sizes=dict(sizes), everyone=sum(sizes.values()))
+    return replace(problem, federation=known, secret=secret)

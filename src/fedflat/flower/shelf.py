@@ -1,8 +1,8 @@
 """A client's memory between two messages of a deployment, on its own disk.
 
-Whether an upload was merged only the server knows, and it says so with the next brief: the round of the last merged
-upload, and the digest of what the client wanted to keep then. So the client keeps two versions, that one and the one
-after it, and a version that is gone, damaged, or from another time is never taken for the right one.
+Only the server knows whether an upload was merged. It tells the client with the next broadcast: the round of the last
+merged upload, and the digest of the memory the client wanted to keep then. So the client keeps two versions, that one
+and the one after it. A missing, damaged or outdated version is never mistaken for the right one.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as safetensors_bytes
 
 from fedflat.errors import RunError
-from fedflat.folder import write_whole, written_to
-from fedflat.rule import Vectors
+from fedflat.local import Vectors
+from fedflat.runs import private_directory, write_whole, written_to
 
 
 class Mark(NamedTuple):
-    """A version of a client's memory: the round that it was made in, and its SHA-256."""
+    """A version of a client's memory: the round in which it was made, and its SHA-256."""
 
     round: int
     digest: str
 
 
 class MemoryLostError(RunError):
-    """The version of a client's memory that the server counts on is not there."""
+    """The version of a client's memory that the server expects is missing."""
 
 
 class Shelf(Protocol):
-    """Where versions lie, by their round."""
+    """Stores versions by round."""
 
     def rounds(self) -> list[int]: ...
 
@@ -45,10 +45,10 @@ class Shelf(Protocol):
 
 
 class DiskShelf:
-    """Files in a directory of the client's: memory/RUN/client-3/00000012.safetensors."""
+    """Files in the client's directory: memory/RUN/client-3/00000012.safetensors."""
 
     def __init__(self, directory: Path, run: str, client: int) -> None:
-        if not run.isalnum():  # the name comes from the server, and shall not lead elsewhere
+        if not run.isalnum():  # the name comes from the server and must not lead elsewhere
             raise RunError(f"the server calls its run {run!r}, which cannot be the name of a directory")
         self._folder = directory / run / f"client-{client}"
 
@@ -63,7 +63,7 @@ class DiskShelf:
 
     def write(self, round: int, blob: bytes) -> None:
         with written_to(self._folder, "the node's `memory` directory must be writable and have room"):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            private_directory(self._folder)
             write_whole(self._path(round), blob)
 
     def drop(self, round: int) -> None:
@@ -74,7 +74,7 @@ class DiskShelf:
 
 
 class StateShelf:
-    """A place that Flower keeps while a run lasts, for simulations: lost when the node ends."""
+    """Storage that Flower keeps during a run, for simulations; lost when the node ends."""
 
     def __init__(self, state: MutableMapping[str, bytes]) -> None:
         self._state = state
@@ -93,9 +93,12 @@ class StateShelf:
 
 
 def recall(shelf: Shelf, mark: Mark | None, anew: bool) -> tuple[Vectors | None, str]:
-    """What the client kept when its upload was last merged; and what had to be forgiven, if `anew` allows that.
+    """Return what the client kept when its upload was last merged, and a note if that was lost.
 
-    Without a mark no upload of this client was ever merged, so it begins with nothing.
+    Without a mark, no upload of this client was ever merged, so it starts without memory.
+
+    Raises:
+        MemoryLostError: if the memory was lost and `anew` does not allow to start without it.
     """
     found = shelf.read(mark.round) if mark else None
     for round in shelf.rounds():
@@ -112,7 +115,7 @@ def recall(shelf: Shelf, mark: Mark | None, anew: bool) -> tuple[Vectors | None,
 
 
 def keep(shelf: Shelf, round: int, memory: Vectors, about: dict[str, str]) -> Mark:
-    """Put a new version beside the last one; it counts once the server says that the upload was merged."""
+    """Store a new version beside the last one; it is valid once the server reports that the upload was merged."""
     tensors = {name: vector.detach().cpu().contiguous() for name, vector in memory.items()}
     blob = safetensors_bytes(tensors, {"fedflat": json.dumps({**about, "round": round})})
     shelf.write(round, blob)

@@ -1,4 +1,4 @@
-"""The papers' networks, each with the parameter count that its paper has."""
+"""The networks of the papers, with the same parameter counts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from fedflat.errors import RecipeError
-from fedflat.models.layers import (
+from fedflat.models.blocks import (
     ClassToken,
     Colour,
     FirstToken,
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 def _image(name: str, shape: Shape, smallest: int) -> tuple[int, int, int]:
-    """(channels, height, width) as the first convolution meets them, or the reason why this is no image for it."""
+    """(channels, height, width) of the first convolution's input. Raises `RecipeError` if the shape does not fit."""
     if len(shape) != 3 or min(shape) < 1:
         raise RecipeError(f"Model {name} needs images (channels, height, width), not shape {shape}; use mlp for these.")
     channels, height, width = shape
@@ -32,7 +32,7 @@ def _image(name: str, shape: Shape, smallest: int) -> tuple[int, int, int]:
 
 
 def _kaiming(model: nn.Sequential) -> nn.Sequential:
-    """Convolutions drawn anew from N(0, 2 / (k² · outputs)), with zero bias."""
+    """Draws the convolutions from N(0, 2 / (k² · outputs)) and sets their biases to zero."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -42,9 +42,16 @@ def _kaiming(model: nn.Sequential) -> nn.Sequential:
 
 
 def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (200, 200), bias: bool = True) -> nn.Module:
-    """Fully connected layers with ReLU between them, for samples of any shape; `hidden=()` is logistic regression.
+    """Fully connected layers with ReLU between them, for samples of any shape.
 
-    `bias=False` leaves the biases out, as in the studies of activity–weight duality.
+    Args:
+        shape: shape of a sample.
+        classes: number of outputs.
+        hidden: widths of the hidden layers; () is logistic regression.
+        bias: whether the layers have biases. Studies of activity–weight duality leave them out.
+
+    Raises:
+        RecipeError: an option is invalid.
     """
     if not isinstance(hidden, Sequence) or not all(isinstance(width, int) and width > 0 for width in hidden):
         raise RecipeError(f"Option hidden of model mlp must be a list of positive whole numbers, not {hidden!r}.")
@@ -59,7 +66,7 @@ def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (200, 200), bias: bo
 
 
 def fedavg_cnn(shape: Shape, classes: int) -> nn.Module:
-    """The CNN of McMahan et al. (2017) as FedSoL sizes it: 2,156,490 parameters for 32×32 pixels and 10 classes."""
+    """The CNN of McMahan et al. (2017) in FedSoL's size: 2,156,490 parameters for 32×32 pixels and 10 classes."""
     channels, height, width = _image("fedavg-cnn", shape, smallest=4)
     return chain(
         colour=Colour(),
@@ -75,7 +82,7 @@ def fedavg_cnn(shape: Shape, classes: int) -> nn.Module:
 
 
 def lenet64(shape: Shape, classes: int) -> nn.Module:
-    """LeNet with 64 filters, of FedDyn and MAN: 797,962 parameters for 32×32 pixels and 10 classes."""
+    """LeNet with 64 filters, from FedDyn and MAN: 797,962 parameters for 32×32 pixels and 10 classes."""
     channels, height, width = _image("lenet64", shape, smallest=16)
     return chain(
         colour=Colour(),
@@ -93,7 +100,7 @@ def lenet64(shape: Shape, classes: int) -> nn.Module:
 
 
 def convnet_gn(shape: Shape, classes: int) -> nn.Module:
-    """MAN's network for Tiny-ImageNet, GroupNorm of 4: 2,447,688 parameters for 64×64 pixels and 200 classes."""
+    """MAN's network for Tiny-ImageNet, with 4 norm groups: 2,447,688 parameters for 64×64 pixels and 200 classes."""
     channels, height, width = _image("convnet-gn", shape, smallest=8)
     layers: dict[str, nn.Module] = {"colour": Colour()}
     for number, inputs in enumerate((channels, 64, 64), start=1):
@@ -112,7 +119,7 @@ def convnet_gn(shape: Shape, classes: int) -> nn.Module:
 
 
 def _resnet18(stem: dict[str, nn.Module], norm: Callable[[int], nn.Module], classes: int) -> nn.Sequential:
-    """Four stages of two residual blocks behind a stem of 64 channels, averaged over the pixels that remain."""
+    """A stem with 64 channels, four stages of two residual blocks, average pooling and a head."""
     blocks: dict[str, nn.Module] = {}
     for stage, (inputs, outputs) in enumerate(((64, 64), (64, 128), (128, 256), (256, 512)), start=1):
         stride = 1 if inputs == outputs else 2
@@ -123,7 +130,7 @@ def _resnet18(stem: dict[str, nn.Module], norm: Callable[[int], nn.Module], clas
 
 
 def resnet18_gn(shape: Shape, classes: int) -> nn.Module:
-    """ResNet-18 with the stem for large images and GroupNorm of 2, of FedSMOO: 11,181,642 parameters, 10 classes."""
+    """FedSMOO's ResNet-18 with the stem for large images and 2 norm groups: 11,181,642 parameters for 10 classes."""
     channels, _, _ = _image("resnet18-gn", shape, smallest=1)
     norm = partial(nn.GroupNorm, 2)
     conv = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
@@ -131,11 +138,12 @@ def resnet18_gn(shape: Shape, classes: int) -> nn.Module:
 
 
 def resnet18(shape: Shape, classes: int) -> nn.Module:
-    """ResNet-18 with a 3×3 stem and BatchNorm by the batch's own statistics, of FedSoL: 11,173,962, 10 classes.
+    """FedSoL's ResNet-18 with a 3×3 stem and BatchNorm: 11,173,962 parameters for 10 classes.
 
-    There are no running statistics to aggregate; the price is that a prediction depends on its batch.
+    BatchNorm always uses the statistics of the batch. So there are no running statistics to aggregate, but a prediction
+    depends on its batch.
     """
-    # From 9 pixels on, the last maps are 2×2, and even a batch of one sample has a variance.
+    # From 9 pixels on, the last feature maps are 2×2, and even a batch of one sample has a variance.
     channels, _, _ = _image("resnet18", shape, smallest=9)
     norm = partial(nn.BatchNorm2d, track_running_stats=False)
     conv = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
@@ -143,9 +151,9 @@ def resnet18(shape: Shape, classes: int) -> nn.Module:
 
 
 def vgg11(shape: Shape, classes: int) -> nn.Module:
-    """VGG-11 without normalisation or dropout, of FedSoL: 9,750,922 parameters for 32×32 pixels and 10 classes.
+    """FedSoL's VGG-11 without normalisation or dropout: 9,750,922 parameters for 32×32 pixels and 10 classes.
 
-    Images below 32 pixels are enlarged to 32 (nearest pixel).
+    Images below 32 pixels are upsampled to 32 (nearest pixel).
     """
     channels, height, width = _image("vgg11", shape, smallest=1)
     layers: dict[str, nn.Module] = {"colour": Colour()}
@@ -172,9 +180,9 @@ def vgg11(shape: Shape, classes: int) -> nn.Module:
 
 
 def sl_vit(shape: Shape, classes: int) -> nn.Module:
-    """The vision transformer for small data sets, of FedSoL: 6,176,275 parameters for 32×32 pixels and 10 classes.
+    """FedSoL's vision transformer for small data sets: 6,176,275 parameters for 32×32 pixels and 10 classes.
 
-    Four patches to a side (8 pixels each for 32, 7 for 28), but none larger than 16 pixels.
+    The image is cut into four patches per side (8 pixels each for 32, 7 for 28), of at most 16 pixels each.
     """
     channels, height, width = _image("sl-vit", shape, smallest=4)
     patch = min(height // 4, width // 4, 16)

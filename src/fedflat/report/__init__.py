@@ -1,1 +1,1 @@
-"""What people see: progress, tables, pictures."""
+"""Output for people: progress, tables, figures and the HTML report."""

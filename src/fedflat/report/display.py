@@ -1,4 +1,4 @@
-"""Progress and tables in the terminal; plain lines where there is none."""
+"""Progress and tables in the terminal, with plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Record = Mapping[str, Any]
 
 
 class RoundProgress:
-    """Shows the rounds of one run as they come; about twenty lines in all when the output is not a terminal."""
+    """Shows the progress of one run. Prints about twenty lines in total if the output is not a terminal."""
 
     def __init__(self, title: str, rounds: int, console: Console) -> None:
         self._title, self._rounds, self._console = title, rounds, console
@@ -39,7 +39,7 @@ class RoundProgress:
 
     def __call__(self, record: Record) -> None:
         done, self._accuracy = record["round"], record.get("accuracy", self._accuracy)
-        self._before = done - 1 if self._before is None else self._before  # rounds of a run that was resumed
+        self._before = done - 1 if self._before is None else self._before  # the rounds before a resumed run
         speed = (done - self._before) / max(time.perf_counter() - self._begun, 1e-9)
         for line in troubles(record):
             self._console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -59,7 +59,7 @@ class RoundProgress:
 
 
 def troubles(record: Record, most: int = 3) -> list[str]:
-    """The clients that a round refused, and whether it was skipped for it, in a few lines."""
+    """Lines about the clients that a round refused, and whether the round was skipped."""
     refused = [f"client {r['client']} refused: {r['reason']}: {r['detail']}" for r in record.get("refused", ())]
     more = [f"and {len(refused) - most} more"] if len(refused) > most else []
     skipped = ["skipped: too few clients were accepted"] if record.get("skipped") else []
@@ -67,7 +67,12 @@ def troubles(record: Record, most: int = 3) -> list[str]:
 
 
 def comparison(results: Sequence[tuple[str, Sequence[Record], Record]], samples: str) -> Table:
-    """Runs side by side: (method, history, summary) of each, scored on the test or training samples."""
+    """Compares runs side by side.
+
+    Args:
+        results: (method, history, summary) of each run.
+        samples: the samples that the accuracy was computed on, "test" or "train".
+    """
     table = Table(title=f"accuracy of the global model on the {samples} samples", title_justify="left")
     for name in ("method", "last", "best", "last 10", "consistency", "MB sent", "seconds"):
         table.add_column(name, justify="left" if name == "method" else "right")
@@ -85,7 +90,7 @@ def comparison(results: Sequence[tuple[str, Sequence[Record], Record]], samples:
 
 
 def split_table(counts: Sequence[Sequence[int]], most: int = 20) -> Table:
-    """Clients × classes with the number of samples; beyond 12 classes each client's three largest instead."""
+    """A table of clients × classes with sample counts; for more than 12 classes, each client's three largest."""
     classes = len(counts[0])
     total = sum(map(sum, counts))
     table = Table(title=f"{len(counts)} clients, {total} samples, {classes} classes", title_justify="left")

@@ -1,4 +1,4 @@
-"""The picture of activity–weight duality: where the gap sits, and the size and the sharpness behind it."""
+"""Figures of activity–weight duality: the gap, the size and the sharpness by direction."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any, Literal
 import numpy as np
 
 from fedflat.errors import RunError
-from fedflat.flatness import Duality, Pairing
-from fedflat.flatness.pairing import Direction
+from fedflat.flatness import Direction, Duality, Pairing
 from fedflat.report.picture import new_figure, save_figure
 
-# Okabe and Ito's colours, which stay apart for all kinds of sight; yellow is left out, as it is faint on white.
+# The colour-blind safe palette of Okabe and Ito, without its yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", "-.", ":")
 Style = Literal["-", "--"]
@@ -22,14 +21,21 @@ PAIRINGS: dict[Direction, tuple[Style, str]] = {
     "train_to_test": ("-", "training sample → nearest test sample (paper)"),
     "test_to_train": ("--", "test sample → nearest training sample (demo)"),
 }
-LONGEST = 26  # characters of a name beside its rows
+LONGEST = 26  # maximum number of characters of a run's name on the axis
 
 
 def draw_duality(results: Mapping[str, Duality], path: Path) -> None:
-    """Contribution ℓₙ, size σ_w, sharpness σ_g and correlation c against the direction n, for each run and pairing.
+    """Plots contribution ℓₙ, size σ_w, sharpness σ_g and correlation c against the direction n.
 
-    The lines are means over neighbouring n, in bins of equal width on the logarithmic axis; dots are single directions.
-    Two more panels hold the spread of c, and the sums Σ c σ_w σ_g and Σ μ_w μ_g beside the gap.
+    Lines are means over neighbouring n, in bins of equal width on the logarithmic axis. Dots are single directions.
+    Two more panels show the spread of c, and the sums Σ c σ_w σ_g and Σ μ_w μ_g next to the gap.
+
+    Args:
+        results: the result of each run, by its name. Both pairings are drawn.
+        path: the image file to write.
+
+    Raises:
+        RunError: `results` is empty, or the file cannot be written.
     """
     if not results:
         raise RunError(f"{path}: there is no result to draw")
@@ -45,7 +51,7 @@ def draw_duality(results: Mapping[str, Duality], path: Path) -> None:
                 _draw_along(axes, np.asarray(values), look)
             _draw_along(c, correlations(found), look)
     for axes in (ell, size, sharpness, c):
-        axes.set(xscale="log", xlabel="direction $n$, by falling curvature")
+        axes.set(xscale="log", xlabel="direction $n$, by descending curvature")
     _scale(ell, [part for each in results.values() for found in each.pairings.values() for part in found.contribution])
     for axes in (size, sharpness):
         _focus(axes)
@@ -66,21 +72,21 @@ TITLES = (
 
 
 def _draw_along(axes: Any, values: Any, look: Mapping[str, Any]) -> None:
-    """Values by direction: single ones as dots, their means over bins as a line."""
+    """Draws values against the direction: single values as dots, their means over bins as a line."""
     marker = "." if look["linestyle"] == "-" else "+"
     axes.plot(np.arange(1, len(values) + 1), values, marker, color=look["color"], markersize=2, alpha=0.2, zorder=1)
     axes.plot(*binned(values), linewidth=1.6, **look)
 
 
 def correlations(found: Pairing) -> Any:
-    """cₙ, and NaN for the directions that do not move."""
+    """cₙ, with NaN for the directions that do not vary."""
     values = np.full(len(found.correlation), np.nan)
     values[found.moving] = np.asarray(found.correlation)[found.moving]
     return values
 
 
 def _rows(results: Mapping[str, Duality]) -> list[tuple[float, str, Direction, Duality]]:
-    """(height, colour, pairing, result) of each run's two rows, from the top down."""
+    """(height, colour, pairing, result) for the two rows of each run, from top to bottom."""
     return [
         (-place - (0.2 if second else -0.2), COLOURS[place % len(COLOURS)], direction, each)
         for place, each in enumerate(results.values())
@@ -112,7 +118,7 @@ def _draw_sums(axes: Any, results: Mapping[str, Duality]) -> None:
 
 
 def _legend(figure: Any, results: Mapping[str, Duality]) -> None:
-    """Colours for the runs with all three gaps, dashes for the pairings."""
+    """The legend: a colour for each run, labelled with its three gaps, and a line style for each pairing."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color="0.3", linestyle=style, label=label) for style, label in PAIRINGS.values()]
@@ -124,7 +130,7 @@ def _legend(figure: Any, results: Mapping[str, Duality]) -> None:
 
 
 def binned(values: Any) -> tuple[Any, Any]:
-    """Mean direction and mean value in bins that grow with n, ten to a decade; NaN counts for nothing.
+    """Mean direction and mean value in logarithmic bins of n, ten per decade. NaN values are ignored.
 
     >>> [x.tolist() for x in binned([4.0, 3.0, 2.0])]
     [[1.0, 2.0, 3.0], [4.0, 3.0, 2.0]]
@@ -138,7 +144,7 @@ def binned(values: Any) -> tuple[Any, Any]:
 
 
 def _scale(axes: Any, values: list[float]) -> None:
-    """Logarithmic on both sides of zero, linear below about a thousandth of the largest."""
+    """Sets a symmetric logarithmic axis that is linear below about a thousandth of the largest value."""
     largest = max(map(abs, values))
     if largest > 0:
         linear = 10 ** math.floor(math.log10(largest) - 3)
@@ -148,7 +154,7 @@ def _scale(axes: Any, values: list[float]) -> None:
 
 
 def _focus(axes: Any) -> None:
-    """A logarithmic axis over what the lines cover: single directions without any movement would stretch it."""
+    """Sets a logarithmic axis over the range of the lines. Dots of directions that do not vary would stretch it."""
     lines = np.concatenate([line.get_ydata() for line in axes.get_lines() if line.get_linestyle() != "None"])
     if (lines > 0).any():
         axes.set_yscale("log")

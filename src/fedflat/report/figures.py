@@ -1,6 +1,6 @@
-"""The report's pictures as Plotly's JSON: data and layout without the theme's colours, which the page adds.
+"""The figures of the report as Plotly JSON: data and layout. The page adds the colours of its theme.
 
-A trace's `meta` is the place of its line, so that the page can hide and show it.
+The `meta` of a trace is the index of its line, so the page can hide and show it.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedflat.flatness import Duality, Landscape, LayerFlatness
-from fedflat.flatness.pairing import Direction
+from fedflat.flatness import Direction, Duality, Landscape, LayerFlatness
 from fedflat.report.dual import binned, correlations
-from fedflat.report.flatness import PAIRINGS
+from fedflat.report.flatness_table import PAIRINGS
 from fedflat.report.lines import Band, Line, thinned
 
 Figure = dict[str, Any]
 
-# The palette of Okabe and Ito, which stays apart for colour-blind eyes: its yellow is faint on white, and a grey that
-# both themes show takes the place of black. Neighbours differ in the dashes too.
+# The colour-blind safe palette of Okabe and Ito, without its yellow, which is faint on white, and with a grey that is
+# visible in both themes instead of black. Neighbouring lines also differ in their dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 SCALE = "Cividis"
-# The same from blue to yellow, without the dark end, which a dark page would swallow.
+# The same scale without its dark end, which is invisible on a dark page.
 LIFTED = [[0, "#3f5f94"], [0.5, "#a39b76"], [1, "#fde737"]]
-DECADES = 1.5  # a loss that spans more of them is drawn by its logarithm
+DECADES = 1.5  # losses that span more decades are drawn on a logarithmic scale
 MOST_CLIENTS = 300
-MOST_CELLS = 60_000  # of all heat maps of classes together
-WIDEST = 51  # points of a landscape along a direction
+MOST_CELLS = 60_000  # over all heat maps of classes
+WIDEST = 51  # maximum number of points of a landscape along a direction
 
 
 def style(place: int) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def style(place: int) -> dict[str, Any]:
 
 
 def bands(named: Sequence[tuple[int, str, Band]], axis: str, most: int, **options: Any) -> Figure:
-    """A line over the rounds for each band, with the range of its seeds behind it."""
+    """A line over the rounds for each band, with the range over its seeds as a shaded area."""
     traces = []
     for place, name, band in named:
         kept = thinned(len(band.rounds), most)
@@ -65,7 +64,7 @@ def _range(place: int, x: list[int], low: list[float], high: list[float]) -> Fig
 
 
 def traffic(lines: Sequence[Line], most: int) -> Figure | None:
-    """Accuracy against what was sent to get there."""
+    """Accuracy against the traffic so far."""
     traces = []
     for place, line in enumerate(lines):
         if band := line.band("accuracy"):
@@ -76,7 +75,7 @@ def traffic(lines: Sequence[Line], most: int) -> Figure | None:
 
 
 def split(counts: Sequence[Sequence[int]]) -> Figure:
-    """Clients × classes, from blue to yellow by the number of samples; no cell where a client has none."""
+    """A heat map of clients × classes by number of samples, with empty cells for zero."""
     shown = np.asarray(counts)[:MOST_CLIENTS].T
     cells = [[int(count) or None for count in row] for row in shown]
     gap = 1 if shown.shape[1] <= 60 and shown.shape[0] <= 30 else 0
@@ -86,13 +85,13 @@ def split(counts: Sequence[Sequence[int]]) -> Figure:
 
 
 def classes(line: Line, most: int) -> Figure | None:
-    """Accuracy of every class over the rounds, on average over the seeds that have the round."""
+    """A heat map of the accuracy of every class over the rounds, averaged over the seeds."""
     curves = [curve for run in line.runs if (curve := run.curve("class_accuracy"))]
     rounds = sorted(set.intersection(*map(set, curves))) if curves else []
     if not rounds:
         return None
     rounds = [rounds[k] for k in thinned(len(rounds), max(2, most // len(curves[0][rounds[0]])))]
-    cube = np.array([[curve[round] for round in rounds] for curve in curves], dtype=float)  # a class of no samples: nan
+    cube = np.array([[curve[round] for round in rounds] for curve in curves], dtype=float)  # nan: class without samples
     told = "round %{x}, class %{y}: %{z}<extra></extra>"
     cells = [short(row, 3) for row in cube.mean(axis=0).T]
     return _heat(cells, rounds, "round", told, colorbar=_bar("accuracy"), zmin=0, zmax=1)
@@ -105,7 +104,7 @@ def _heat(cells: list[list[Any]], x: list[int], axis: str, told: str, **options:
 
 
 def layers(found: Mapping[str, tuple[int, Sequence[LayerFlatness]]], quantity: str, axis: str) -> Figure:
-    """One number of every layer, for each line: `activity` (mean a² that enters) or `curvature` (λ₁ of the block)."""
+    """One quantity of every layer and line: `activity` (mean a² of the input) or `curvature` (λ₁ of the block)."""
     traces = []
     for name, (place, each) in found.items():
         values = [x.activity.mean_square if quantity == "activity" else x.eigenvalues[0] for x in each]
@@ -116,7 +115,7 @@ def layers(found: Mapping[str, tuple[int, Sequence[LayerFlatness]]], quantity: s
 
 
 def duality(found: Mapping[str, tuple[int, Duality]]) -> dict[str, Figure]:
-    """Along the directions of falling curvature, by both pairings: the gap so far, σ_w, σ_g and c of the minimum."""
+    """The cumulative gap, σ_w, σ_g and c along the directions of descending curvature, for both pairings."""
     gap, size, sharpness, correlation = (list[Figure]() for _ in range(4))
     for name, (place, each) in found.items():
         for direction, pairing in each.pairings.items():
@@ -127,7 +126,7 @@ def duality(found: Mapping[str, tuple[int, Duality]]) -> dict[str, Figure]:
                 at, means = binned(values)
                 traces.append(_paired(place, name, direction, at, np.where(means > 0, means, np.nan)))
             correlation.append(_paired(place, name, direction, *binned(correlations(pairing))))
-    axis = "direction n, by falling curvature"
+    axis = "direction n, by descending curvature"
     along = log([1.0, max(len(each.eigenvalues) for _, each in found.values())])
     return {
         "Gap of the pairs, up to direction n": _figure(gap, axis, "Σ ℓ", xaxis=along),
@@ -138,20 +137,20 @@ def duality(found: Mapping[str, tuple[int, Duality]]) -> dict[str, Figure]:
 
 
 def _paired(place: int, name: str, direction: Direction, x: ArrayLike, y: ArrayLike) -> Figure:
-    """A line of one pairing: solid for the paper's, dotted for the other."""
+    """A line of one pairing: solid for the paper's pairing, dotted for the other."""
     trace = _line(place, f"{name}, {PAIRINGS[direction]}", x, y)
     return trace | {"line": {**trace["line"], "dash": "solid" if direction == "train_to_test" else "dot"}}
 
 
 def crossing(found: Mapping[str, tuple[int, Landscape]]) -> Figure:
-    """Landscapes along one direction, as curves."""
+    """Curves of the landscapes along one direction."""
     traces = [_line(place, name, each.axes[0], each.values) for name, (place, each) in found.items()]
     scale = log(_heights(traces)) if _decades([each for _, each in found.values()]) else {}
     return _figure(traces, "step α along the direction", "loss", yaxis=scale)
 
 
 def surfaces(found: Sequence[Landscape]) -> list[Figure]:
-    """Landscapes over planes on one scale, each as a surface and as a map (`forms`) of the same `data`."""
+    """Landscapes over planes on a common scale. The same `data` is shown as a surface or as a map (`forms`)."""
     if not found:
         return []
     logarithmic = _decades(found)
@@ -167,7 +166,7 @@ def surfaces(found: Sequence[Landscape]) -> list[Figure]:
 def _plane(each: Landscape, height: Any, ends: tuple[float, float], reach: float, ticks: Figure) -> Figure:
     kept = thinned(each.axes.shape[1], WIDEST)
     x, y = (short(axis[kept]) for axis in each.axes)
-    rows = [short(row) for row in height[np.ix_(kept, kept)].T]  # Plotly wants the vertical axis first
+    rows = [short(row) for row in height[np.ix_(kept, kept)].T]  # Plotly expects the vertical axis first
     losses = [[f"{loss:.4g}" for loss in row] for row in each.values[np.ix_(kept, kept)].T]
     (low, high), told = ends, "α %{x}, β %{y}: loss %{text}<extra></extra>"
     side = {"range": [-reach, reach], "zeroline": False}
@@ -195,20 +194,20 @@ def _plane(each: Landscape, height: Any, ends: tuple[float, float], reach: float
 
 
 def _decades(found: Sequence[Landscape]) -> bool:
-    """Whether the losses are better drawn by their logarithm."""
+    """Whether to draw the losses on a logarithmic scale."""
     values = np.concatenate([each.values[np.isfinite(each.values)] for each in found])
     low, high = float(values.min()), float(values.max())
     return low > 0 and math.log10(high) - math.log10(low) > DECADES
 
 
 def _powers(low: float, high: float) -> Figure:
-    """Ticks at round losses, where the height is a logarithm."""
+    """Ticks at round losses on a logarithmic height axis."""
     losses = _round(low, high)
     return {"tickvals": short(np.log10(losses)), "ticktext": [f"{loss:g}" for loss in losses]} if losses else {}
 
 
 def _round(low: float, high: float) -> list[float]:
-    """A few round numbers between two powers of ten."""
+    """A few round numbers between 10^low and 10^high."""
     digits = (1, 2, 5) if high - low < 2 else (1, 3) if high - low < 4 else (1,)
     powers = range(math.floor(low), math.ceil(high) + 1, max(1, math.ceil((high - low) / 6)))
     numbers = [digit * 10.0**power for power in powers for digit in digits]
@@ -216,7 +215,7 @@ def _round(low: float, high: float) -> list[float]:
 
 
 def log(values: Sequence[float]) -> Figure:
-    """A logarithmic axis for positive values; Plotly itself would label it with bare digits."""
+    """A logarithmic axis for positive values. Plotly's own tick labels would be bare digits."""
     if not values:
         return {}
     ticks = _round(math.log10(min(values)) - 0.05, math.log10(max(values)) + 0.05)
@@ -242,10 +241,10 @@ def _figure(traces: list[Figure], x: str, y: str, **options: Any) -> Figure:
 
 
 def plain(text: str) -> str:
-    """Text that Plotly shows as it is: it would read tags in it."""
+    """Escapes text for Plotly, which would otherwise interpret tags in it."""
     return html.escape(text, quote=False)
 
 
 def short(values: ArrayLike, digits: int = 5) -> list[float | None]:
-    """Numbers as JSON holds them, no longer than an eye can tell apart; null for what is not finite."""
+    """Numbers for JSON, rounded to a few significant digits; None (null) for values that are not finite."""
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in np.asarray(values, float)]

@@ -1,4 +1,4 @@
-"""Runs as a report compares them: those that differ only in the seed make one line with a band."""
+"""Reads runs for a report. Runs that differ only in the seed form one line with a band."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 
 from fedflat.errors import RunError
-from fedflat.folder import Record, read_recipe, read_whole
 from fedflat.recipe import Recipe
-from fedflat.report.flatness import bare
+from fedflat.report.flatness_table import bare
+from fedflat.rounds import flat_record
+from fedflat.runs import Record, read_recipe, read_whole
 
 Settings = dict[str, Any]
-MOST_NAMED = 3  # settings in a line's name
-# A data set brings these with it, and its name says it all.
+MOST_NAMED = 3  # maximum number of settings in a line's name
+# These settings follow from the data set, so its name is enough.
 IMPLIED = ("data.mean", "data.std", "engine.group")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a directory tells of a run, finished or not."""
+    """A run read from its directory, finished or not."""
 
     path: Path
     recipe: Recipe
@@ -32,7 +33,7 @@ class Run:
 
     @cached_property
     def settings(self) -> Settings:
-        """What the run's numbers depend on beside the seed, by dotted names."""
+        """All settings that affect the results, except the seed, by dotted name."""
         table = self.recipe.essentials()
         flat = {"method": str(table.pop("method")), "server.rounds": self.recipe.server.rounds}
         for section, fields in table.items():
@@ -43,13 +44,14 @@ class Run:
         return {name: value for name, value in flat.items() if name not in ("seed", "split.seed")}
 
     def curve(self, metric: str) -> dict[int, Any]:
-        """A metric by round, for the rounds that have it."""
-        return {record["round"]: record[metric] for record in self.history if record.get(metric) is not None}
+        """The values of a metric by round, for the rounds that recorded it."""
+        flat = map(flat_record, self.history)
+        return {record["round"]: record[metric] for record in flat if record.get(metric) is not None}
 
 
 @dataclass(frozen=True)
 class Band:
-    """A metric over the rounds that all runs of a line have: mean, lowest and highest."""
+    """Mean, lowest and highest value of a metric, for the rounds that all runs of a line have."""
 
     rounds: list[int]
     mean: list[float]
@@ -65,7 +67,7 @@ class Line:
     runs: tuple[Run, ...]
 
     def band(self, metric: str) -> Band | None:
-        """The metric over all seeds that recorded it, or None if none did."""
+        """The band of a metric over all seeds that recorded it, or None if none did."""
         curves = [curve for run in self.runs if (curve := run.curve(metric))]
         rounds = sorted(set.intersection(*map(set, curves))) if curves else []
         if not rounds:
@@ -74,7 +76,7 @@ class Line:
         return Band(rounds, *(reduce(values, axis=0).tolist() for reduce in (np.mean, np.min, np.max)))
 
     def megabytes(self) -> dict[int, float]:
-        """What was sent up to a round, both ways, on average over the seeds that reached it."""
+        """The traffic up to each round in both directions, averaged over the seeds that reached it."""
         sent: dict[int, list[float]] = {}
         for run in self.runs:
             total = 0
@@ -89,7 +91,11 @@ class Line:
 
 
 def read_lines(paths: Sequence[Path]) -> list[Line]:
-    """The runs in these directories, which may also be directories of runs, as lines in the order that they came."""
+    """Reads the runs in these directories and groups them into lines, in the given order.
+
+    Args:
+        paths: directories of runs, or directories that contain several runs.
+    """
     found: dict[Path, Path] = {}
     for path in (path for given in paths for path in _runs_in(given)):
         found.setdefault(path.resolve(), path)
@@ -105,14 +111,14 @@ def _runs_in(path: Path) -> list[Path]:
     if (path / "recipe.toml").is_file() or not path.is_dir():
         return [path]
     found = {recipe.parent for recipe in path.rglob("recipe.toml")}
-    # What lies inside a run, such as its export, is no other run.
+    # A recipe inside a run's directory, such as that of its export, is not another run.
     return sorted(run for run in found if found.isdisjoint(run.parents)) or [path]
 
 
 def read_run(path: Path) -> Run:
-    """A run as far as it has come; a last line that is still being written does not count."""
+    """Reads a run up to its last complete record. A line that is still being written is ignored."""
     if path.suffix == ".json":
-        raise RunError(f"{path}: a report is about a whole run; give its directory")
+        raise RunError(f"{path}: a report needs a whole run; give its directory")
     recipe, metrics = read_recipe(path), path / "metrics.jsonl"
     whole = read_whole(metrics) if metrics.exists() else b""
     lines = whole[: whole.rfind(b"\n") + 1].splitlines()
@@ -124,19 +130,19 @@ def _record(path: Path, number: int, line: bytes) -> Record:
         record = json.loads(line)
         if isinstance(record, dict) and {"round", "bytes_down", "bytes_up", "seconds"} <= record.keys():
             return record
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
-    raise RunError(f"{path}: line {number} is no round's record; the file is damaged, so take the run from a backup")
+    raise RunError(f"{path}: line {number} is not a valid record; the file is damaged, so restore it from a backup")
 
 
 def differing(settings: Sequence[Settings]) -> list[str]:
-    """The settings that are not the same in all runs."""
+    """The names of the settings that differ between the runs."""
     names = dict.fromkeys(name for each in settings for name in each)
     return [name for name in names if any(each.get(name) != settings[0].get(name) for each in settings)]
 
 
 def _names(groups: Sequence[tuple[Run, ...]]) -> list[str]:
-    """A short name for each line: its method, without options where that is enough, and what else tells it apart."""
+    """A short name for each line: its method, with options if needed, and other settings that distinguish it."""
     settings = [runs[0].settings for runs in groups]
     methods = {each["method"] for each in settings}
     short = len({bare(method) for method in methods}) == len(methods)
@@ -151,7 +157,7 @@ def _names(groups: Sequence[tuple[Run, ...]]) -> list[str]:
 
 
 def thinned(count: int, most: int) -> list[int]:
-    """At most so many of `count` places, evenly, with the first and the last.
+    """At most `most` evenly spaced indices below `count`, including the first and the last.
 
     >>> thinned(9, 3), thinned(3, 9)
     ([0, 4, 8], [0, 1, 2])

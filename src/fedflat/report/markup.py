@@ -1,4 +1,4 @@
-"""The page's building blocks. Whatever comes from a run goes through here, and is escaped here."""
+"""The building blocks of the page. All text that comes from a run is escaped here."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ PATTERNS = {"solid": "", "dash": "9 5", "dot": "2 4", "dashdot": "9 4 2 4", "lon
 
 @dataclass
 class Canvas:
-    """Hands out places for figures, and keeps them for the page's script."""
+    """Places figures in the page and collects their data for the page's script."""
 
     figures: list[Figure] = field(default_factory=list)
 
     def plot(self, figure: Figure, title: str, told: str, place: int | None = None) -> str:
-        """A figure under its title; `told` is for those who do not see it, and `place` that of the only line in it."""
+        """The HTML of a figure with a title.
+
+        Args:
+            figure: the Plotly figure.
+            title: the caption.
+            told: description for screen readers.
+            place: the index of the line, if the figure shows only one.
+        """
         self.figures.append(figure)
         turned = "forms" in figure
         hint = "; arrow keys turn the surface" if turned else ""
@@ -29,13 +36,13 @@ class Canvas:
         return f"<figure{_of(place)}><figcaption>{escape(title)}</figcaption>{canvas}</figure>"
 
     def json(self) -> str:
-        """For a script element: nothing in it can end the element."""
+        """The figures as JSON for a script element, escaped so that it cannot end the element."""
         return json.dumps(self.figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page that can be jumped to."""
+    """A section of the page with a link to it."""
 
     name: str
     title: str
@@ -50,19 +57,19 @@ class Section:
 
 
 def section(name: str, title: str, note: str, *blocks: str) -> Section | None:
-    """The blocks under a heading and a note, or nothing where there is nothing to show."""
+    """A section with a heading, a note and the blocks that are not empty, or None if all are empty."""
     shown = [block for block in blocks if block]
     return Section(name, title, "\n".join([paragraph(note) if note else "", *shown])) if shown else None
 
 
 def grid(plots: Iterable[str], kind: str = "plots") -> str:
-    """Plots side by side, as many as there is room for."""
+    """Plots side by side, as many as fit."""
     joined = "".join(plots)
     return f'<div class="{kind}">{joined}</div>' if joined else ""
 
 
 def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int] = ()) -> str:
-    """Rows that begin with their header; a row with a place goes with the line there."""
+    """A table whose rows begin with their header. `places` gives the index of each row's line, if it has one."""
     if not rows:
         return ""
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
@@ -86,23 +93,23 @@ def heading(text: str) -> str:
 
 
 def fold(title: str, inside: str) -> str:
-    """Something that is opened by whoever wants to see it."""
+    """A collapsed block that the reader can open."""
     return f"<details><summary>{escape(title)}</summary>{inside}</details>" if inside else ""
 
 
 def form_button() -> str:
-    """Between surfaces and maps."""
+    """The button that switches between surfaces and maps."""
     return '<p><button type="button" id="form" aria-pressed="false">Show as maps</button></p>'
 
 
 def copied(title: str, text: str, place: int | None = None) -> str:
-    """A text behind a fold, with a button that copies it."""
+    """A collapsed text with a copy button."""
     button = '<button type="button" class="copy">copy</button>'
     return f"<details{_of(place)}><summary>{escape(title)}</summary>{button}<pre>{escape(text)}</pre></details>"
 
 
 def switch(place: int, name: str) -> str:
-    """The checkbox of a line, beside a piece of the line itself."""
+    """The checkbox of a line, next to a sample of its line style."""
     look = style(place)
     stroke = f'stroke="{look["color"]}" stroke-width="3" stroke-dasharray="{PATTERNS[look["dash"]]}"'
     piece = f'<svg width="34" height="8" aria-hidden="true"><path d="M0 4H34" {stroke}/></svg>'

@@ -1,4 +1,4 @@
-"""What a report measures of a finished run, with settings small enough to wait for."""
+"""The measurements of a finished run for a report, with small settings that run quickly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedflat.client import Problem
 from fedflat.errors import FedflatError
 from fedflat.flatness import (
     Duality,
@@ -26,28 +25,29 @@ from fedflat.flatness import (
     measure,
     top_eigenvalues,
 )
-from fedflat.prepare import gather, load_run
 from fedflat.recipe import Recipe
+from fedflat.rounds import Problem
+from fedflat.runs import gather, load_run
 
 SAMPLES, PROBES, POINTS, PAIRS, TWINS = 500, 6, 15, 300, 2000
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The minimum of one run; where its data or layers allow no duality, there is none."""
+    """The measurements of one run. `duality` is None if the data or the layers do not support it."""
 
     flatness: Flatness
     duality: Duality | None
 
     def row(self) -> dict[str, Any]:
-        """As the tables of flatness take it."""
+        """The record that the flatness tables expect."""
         spectrum = self.flatness.spectrum
         return asdict(self.flatness) | {"spectrum": {**asdict(spectrum), "ratio": spectrum.ratio}}
 
 
 def measured(run: Path) -> Measured:
-    """Flatness with its layers, duality of the head, and RUN/landscape-eigen.npz unless it is there."""
-    problem, _ = load_run(run)
+    """Measures the flatness by layer and the duality of the head. Writes RUN/landscape-eigen.npz if it is missing."""
+    problem = load_run(run)
     objective = Portion(SAMPLES).pooled(problem)
     found = Measured(measure(objective, probes=PROBES, by_layer=True), _duality(problem))
     plane = run / "landscape-eigen.npz"
@@ -71,14 +71,14 @@ def _duality(problem: Problem) -> Duality | None:
 
 
 def landscapes(run: Path) -> Mapping[str, Landscape]:
-    """What `fedflat landscape` has written for a run, by the name of the plane; not what is nowhere finite."""
+    """The landscapes that `fedflat landscape` wrote for a run, by plane, except those without any finite value."""
     files = sorted(run.glob("landscape-*.npz"))
     found = {file.stem.removeprefix("landscape-"): Landscape.load(file) for file in files}
     return {plane: each for plane, each in found.items() if np.isfinite(each.values).any()}
 
 
 def split_counts(recipe: Recipe) -> list[list[int]] | str:
-    """Clients × classes of a recipe's split, or the sentence why they cannot be shown."""
+    """Sample counts (clients × classes) of a recipe's split, or a sentence that says why they are not available."""
     if recipe.split.name == "given":
         return "The federation was made in Python, so its split is not in the run's directory."
     try:
@@ -86,6 +86,6 @@ def split_counts(recipe: Recipe) -> list[list[int]] | str:
     except FedflatError as error:
         return f"The split cannot be drawn here: {error}."
     if federation.dataset.train.labels.is_floating_point():
-        return "The labels are no classes, so there is no picture of clients and classes."
+        return "The labels are not class indices, so there is no figure of clients and classes."
     counts: list[list[int]] = federation.counts().tolist()
     return counts

@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing but a browser, from the directories of runs."""
+"""The report: one self-contained HTML page about a set of runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fedflat.report.measured import landscapes, measured, split_counts
 from fedflat.report.sections import Content, Counts
 
 Status = Callable[[str], AbstractContextManager[object]]
-LIMIT = 6_000_000  # bytes of a page
-POINTS = (500, 200, 80, 30)  # of a curve: the first with which the page stays below the limit
+LIMIT = 6_000_000  # maximum size of the page in bytes
+POINTS = (500, 200, 80, 30)  # maximum points per curve, tried in turn until the page is below the limit
 MOST_SPLITS = 4
 ORDER = (
     sections.results,
@@ -40,8 +40,19 @@ ORDER = (
 
 
 def collect(paths: Sequence[Path], status: Status, measure: bool = False, target: float | None = None) -> Content:
-    """Read the runs; with `measure`, also look at the minimum of the first seed of each line."""
-    _plotly()  # if it is missing, say so before anything is measured
+    """Reads the runs and collects the content of a report.
+
+    Args:
+        paths: directories of runs, or directories that contain several runs.
+        status: a context manager that shows a message while it is open.
+        measure: also measure the flatness of the first seed of each line.
+        target: the target accuracy; by default that of the first recipe that has one.
+
+    Raises:
+        RecipeError: plotly is not installed.
+        RunError: a directory does not contain a readable run.
+    """
+    _plotly()  # fail early if plotly is missing
     lines = read_lines(paths)
     found = {}
     for place, line in enumerate(lines if measure else ()):
@@ -54,7 +65,7 @@ def collect(paths: Sequence[Path], status: Status, measure: bool = False, target
 
 
 def _splits(lines: Sequence[Line]) -> Mapping[str, Counts | str]:
-    """The split of each line's first seed; lines that divide their data alike share it."""
+    """The split of the first seed of each line. Lines with the same split settings share one entry."""
     recipes: dict[str, Recipe] = {}
     for recipe in (line.recipe for line in lines):
         options = ", ".join(f"{name} {value}" for name, value in recipe.split.options().items())
@@ -63,7 +74,7 @@ def _splits(lines: Sequence[Line]) -> Mapping[str, Counts | str]:
 
 
 def _landscapes(lines: Sequence[Line]) -> Mapping[str, Mapping[int, Landscape]]:
-    """For each plane the landscapes of the lines, that of the first seed that has one."""
+    """The landscapes by plane and line, each from the first seed that has one."""
     found: dict[str, dict[int, Landscape]] = {}
     for place, line in enumerate(lines):
         for run in line.runs:
@@ -73,7 +84,11 @@ def _landscapes(lines: Sequence[Line]) -> Mapping[str, Mapping[int, Landscape]]:
 
 
 def page(content: Content) -> bytes:
-    """The whole page; long curves are thinned out until it is small enough."""
+    """The HTML page. Long curves are thinned until the page is below the size limit.
+
+    Raises:
+        RunError: the page is too large even with thinned curves.
+    """
     script = _plotly()
     for most in POINTS:
         made = _assembled(content, script, most)
@@ -98,12 +113,12 @@ def _assembled(content: Content, script: str, most: int) -> bytes:
         "plotly": script,
         "script": own,
     }
-    # A directory's name may hold bytes that are no text.
+    # A directory's name may contain bytes that are not valid UTF-8.
     return Template(_asset("page.html.txt")).substitute(parts).encode("utf-8", "replace")
 
 
 def _hash(script: str) -> str:
-    """What a browser compares with a script before it runs it: no other one runs in the page."""
+    """The hash of a script for the content security policy, which stops all other scripts."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 

@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, which comes with the extra `fedflat[plot]`."""
+"""Figures with matplotlib, which the extra `fedflat[plot]` installs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def save_figure(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise RunError(f"{path}: the picture cannot be written ({error})") from None
+        raise RunError(f"{path}: the figure cannot be written ({error})") from None
 
 
 def draw_split(counts: Sequence[Sequence[int]], path: Path, title: str = "") -> None:
-    """Clients × classes: circles by number of samples, stacked bars for many clients, a heat map for many classes."""
+    """Draws sample counts of clients × classes: circles, stacked bars for many clients, a heat map for many classes."""
     table = np.asarray(counts)
     clients, classes = table.shape
     figure = new_figure(min(max(6.0, 0.22 * clients + 2), 16), min(max(3.5, 0.28 * classes + 1.2), 9))
@@ -64,7 +64,7 @@ Curve = Sequence[tuple[int, float]]
 
 
 def draw_curves(curves: Mapping[str, Sequence[Curve]], path: Path, ylabel: str, title: str = "") -> None:
-    """For each name the mean of its curves over rounds, and the range they cover."""
+    """Draws the mean of the curves of each name over the rounds, with their range as a shaded area."""
     figure = new_figure(7, 4)
     axes = figure.subplots()
     for name, runs in curves.items():
@@ -81,7 +81,7 @@ def draw_curves(curves: Mapping[str, Sequence[Curve]], path: Path, ylabel: str, 
 
 
 def draw_bars(panels: Mapping[str, Sequence[float]], labels: Sequence[str], path: Path) -> None:
-    """Panels side by side, one for each quantity, with a bar for each label."""
+    """Draws panels side by side, one for each quantity, with a bar for each label."""
     figure = new_figure(3.2 * len(panels), 3)
     for axes, (name, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         axes.bar(labels, values, color="C0")

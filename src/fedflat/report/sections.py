@@ -1,4 +1,4 @@
-"""The sections of a report, from what the runs recorded and what was measured of them; None where there is nothing."""
+"""The sections of a report. A function returns None if there is nothing to show."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from fedflat.flatness import Landscape
 from fedflat.report import figures
-from fedflat.report.flatness import duality_columns, flatness_cells
+from fedflat.report.flatness_table import duality_columns, flatness_cells
 from fedflat.report.lines import Band, Line, differing
 from fedflat.report.markup import Canvas, Section, copied, fold, form_button, grid, heading, paragraph, section, table
 from fedflat.report.measured import Measured
-from fedflat.run import summary
+from fedflat.runs import summary
 
 Counts = Sequence[Sequence[int]]
-# Further curves: title, axis, and whether a logarithmic scale shows more.
+# Further curves: title, axis label, and whether the scale is logarithmic.
 CURVES = {
     "consistency": ("Consistency of the local models", "(1/n) Σ ‖wᵢ − w‖²", True),
-    "divergence": ("Distance from the model they began with", "(1/n) Σ ‖wᵢ − w‖", True),
+    "divergence": ("Distance of the local models from the received model", "(1/n) Σ ‖wᵢ − w‖", True),
     "discord": ("Distance between local models", "mean ‖wᵢ − wⱼ‖", True),
     "cosine": ("Cosine of update and proximal gradient", "cosine", False),
-    "proximal_loss": ("Distance of their answers from the model they began with", "KL at temperature 3", False),
+    "proximal_loss": ("Distance of the local outputs from those of the received model", "KL at temperature 3", False),
     "gradient": ("Gradient of the global objective", "‖∇f(w)‖²", True),
     "margin": ("Margin loss on the training samples", "share within γ", False),
     "local_sharpness": ("Sharpness of the clients' losses at their own models", "mean rise within ρ", True),
@@ -31,14 +31,14 @@ CURVES = {
     "epsilon": ("Privacy spent", "ε", False),
 }
 PLANES = {"eigen": "The plane of the two top eigenvectors", "random": "Random directions"}
-MOST_SURFACES = 6  # of a plane: browsers give a page about sixteen places to draw in space
+MOST_SURFACES = 6  # per plane: browsers allow about sixteen WebGL contexts on a page
 LAST_REFUSALS = 20
-LONGEST = 300  # characters of a refusal's detail
+LONGEST = 300  # maximum number of characters of a refusal's detail
 
 
 @dataclass(frozen=True)
 class Content:
-    """All that a report tells; what belongs to a line is found by the line's place."""
+    """The content of a report. `landscapes` (by plane) and `measured` are keyed by the index of the line."""
 
     lines: Sequence[Line]
     target: float | None
@@ -51,14 +51,14 @@ class Content:
 
 
 def subject(lines: Sequence[Line]) -> str:
-    """What is trained on what, in half a sentence."""
+    """The models, data sets and client counts, as a short title."""
     recipes = [line.recipe for line in lines]
     told = [f"{recipe.model.name} on {recipe.data.name}, {recipe.split.clients} clients" for recipe in recipes]
     return "; ".join(dict.fromkeys(told))
 
 
 def overview(content: Content) -> Section | None:
-    """Which runs there are, and what they have in common."""
+    """The list of runs and the settings they share."""
     lines = content.lines
     rows = [
         (line.name, str(line.recipe.method), _seeds(line), _progress(line), ", ".join(str(r.path) for r in line.runs))
@@ -68,9 +68,9 @@ def overview(content: Content) -> Section | None:
     own = differing(settings)
     shared = [(name, _text(value)) for name, value in settings[0].items() if name not in own and value is not None]
     head = ("line", "method", "seeds", "rounds", "directories")
-    common = fold("What all runs have in common", table("Settings of all runs", ("setting", "value"), shared))
-    note = "Runs that differ only in the seed are one line: their mean, and the range from lowest to highest."
-    return section("runs", "What was run", note, table("Runs", head, rows, range(len(rows))), common)
+    common = fold("Settings that all runs share", table("Settings of all runs", ("setting", "value"), shared))
+    note = "Runs that differ only in the seed form one line: their mean, and the range from lowest to highest."
+    return section("runs", "Runs", note, table("Runs", head, rows, range(len(rows))), common)
 
 
 def _seeds(line: Line) -> str:
@@ -88,7 +88,7 @@ def _text(value: Any) -> str:
 
 
 def results(content: Content, _: Canvas, __: int) -> Section | None:
-    """The numbers that papers print."""
+    """The summary of each line: accuracies, loss, rounds to target, traffic and time."""
     accuracy: Callable[[float], str] = "{:.4f}".format
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
         "accuracy, last": ("accuracy_last", accuracy),
@@ -119,7 +119,7 @@ def _summary(run: Any, target: float | None) -> dict[str, Any]:
 
 
 def _spread(values: Sequence[float | None], form: Callable[[float], str]) -> str:
-    """The mean of the seeds with their range; where a number is missing in some of them, in how many it is not."""
+    """The mean over the seeds with their range and, if some seeds lack the value, the number that have it."""
     there = [value for value in values if value is not None]
     if not there:
         return "–"
@@ -129,7 +129,7 @@ def _spread(values: Sequence[float | None], form: Callable[[float], str]) -> str
 
 
 def learning(content: Content, canvas: Canvas, most: int) -> Section | None:
-    """Accuracy and loss over the rounds, and the accuracy by what was sent."""
+    """Accuracy and loss over the rounds, and accuracy against traffic."""
     goal = content.target
     mark = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": goal, "y1": goal, "line": {"dash": "dot"}}
     shapes = {} if goal is None else {"shapes": [mark]}
@@ -153,7 +153,7 @@ def _bands(content: Content, metric: str) -> list[tuple[int, str, Band]]:
 
 
 def rounds(content: Content, canvas: Canvas, most: int) -> Section | None:
-    """What else was recorded of the rounds."""
+    """All other metrics over the rounds."""
     plots = []
     for metric, (title, axis, logarithmic) in CURVES.items():
         ends = [end for *_, band in _bands(content, metric) for end in (min(band.low), max(band.high))]
@@ -163,7 +163,7 @@ def rounds(content: Content, canvas: Canvas, most: int) -> Section | None:
 
 
 def local(content: Content, canvas: Canvas, most: int) -> Section | None:
-    """What local training makes of the model, seen on everybody's samples."""
+    """The accuracy on all samples before and after local training."""
     titles = {
         "local_accuracy_before": "Before local training",
         "local_accuracy": "After local training, mean of clients",
@@ -174,12 +174,12 @@ def local(content: Content, canvas: Canvas, most: int) -> Section | None:
     low, high = min(min(band.low) for band in found), max(max(band.high) for band in found)
     same = {"range": [low - 0.03 * (high - low) - 1e-3, high + 0.03 * (high - low) + 1e-3]}
     plots = [_curve(content, canvas, most, metric, title, "accuracy", yaxis=same) for metric, title in titles.items()]
-    note = "What is lost between the two is what clients forget of the classes that they do not hold."
-    return section("local", "Local models on everybody's samples", note, grid(plots))
+    note = "The loss in accuracy between the two shows how much clients forget of the classes that they do not hold."
+    return section("local", "Local models on all samples", note, grid(plots))
 
 
 def classes(content: Content, canvas: Canvas, _: int) -> Section | None:
-    """Accuracy by class, a map for each line."""
+    """The accuracy of each class, as one heat map for each line."""
     most, plots = figures.MOST_CELLS // len(content.lines), []
     for place, line in enumerate(content.lines):
         if figure := figures.classes(line, most):
@@ -188,7 +188,7 @@ def classes(content: Content, canvas: Canvas, _: int) -> Section | None:
 
 
 def splits(content: Content, canvas: Canvas, _: int) -> Section | None:
-    """Who holds what."""
+    """The samples of each client by class."""
     blocks = []
     for title, counts in content.splits.items():
         if isinstance(counts, str):
@@ -198,11 +198,11 @@ def splits(content: Content, canvas: Canvas, _: int) -> Section | None:
         cut = f", the first {figures.MOST_CLIENTS}" if clients > figures.MOST_CLIENTS else ""
         told = f"{total} samples of {len(counts[0])} classes on {clients} clients{cut}"
         blocks.append(grid([canvas.plot(figures.split(counts), f"{title}: {told}", "clients × classes")]))
-    return section("split", "Who holds what", "", *blocks)
+    return section("split", "Data split", "", *blocks)
 
 
 def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
-    """The table of flatness, and every layer's activations beside its curvature."""
+    """The flatness table, and the activations and curvature of every layer."""
     if not content.measured:
         return None
     columns = {content.name(place): flatness_cells(each.row()) for place, each in content.measured.items()}
@@ -211,23 +211,23 @@ def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
     plots = (
         canvas.plot(figures.layers(by_layer, quantity, axis), title, "layer by layer, for each line")
         for quantity, axis, title in (
-            ("activity", "mean a²", "Activations that enter a layer"),
+            ("activity", "mean a²", "Input activations of each layer"),
             ("curvature", "λ₁ of the layer's block", "Curvature of the layer's weights"),
         )
     )
-    note = f"The first seed of each line, on the mean loss of {samples} training samples, nothing drawn or added."
-    return section("flatness", "How flat the minima are", note, _beside("Flatness", columns), grid(plots))
+    note = f"The first seed of each line; mean loss over {samples} training samples in evaluation mode."
+    return section("flatness", "Flatness of the minima", note, _beside("Flatness", columns), grid(plots))
 
 
 def _beside(caption: str, columns: Mapping[str, Mapping[str, str]]) -> str:
-    """One column for each line, one row for each number."""
+    """A table with one column for each line and one row for each quantity."""
     names = dict.fromkeys(name for cells in columns.values() for name in cells)
     rows = [(name, *(cells.get(name, "–") for cells in columns.values())) for name in names]
     return table(caption, ("", *columns), rows)
 
 
 def landscapes(content: Content, canvas: Canvas, _: int) -> Section | None:
-    """The loss around the minima: surfaces or maps on one scale, curves where there is one direction."""
+    """The loss around the minima: surfaces or maps on a common scale, and curves for single directions."""
     blocks = []
     for plane, found in content.landscapes.items():
         wide = {k: each for k, each in found.items() if len(each.axes) == 2}
@@ -243,20 +243,20 @@ def landscapes(content: Content, canvas: Canvas, _: int) -> Section | None:
             blocks.append(grid([canvas.plot(figures.crossing(along), "Along one direction", "the loss")]))
         rows = [(content.name(k), f"{each.centre:.4g}", f"{each.rise:.4g}") for k, each in found.items()]
         blocks.append(table("Loss", ("line", "at the minimum", "largest rise"), rows, [*found]))
-    note = "All lines share one scale of steps, heights and colours: what looks flatter is flatter."
+    note = "All lines share one scale for steps, heights and colours, so a minimum that looks flatter is flatter."
     solid = any(len(each.axes) == 2 for found in content.landscapes.values() for each in found.values())
     return section("landscapes", "The loss around the minima", note, form_button() if solid else "", *blocks)
 
 
 def duality(content: Content, canvas: Canvas, _: int) -> Section | None:
-    """Which directions of the last layer carry the generalisation gap."""
+    """The decomposition of the generalisation gap over the directions of the last layer."""
     found = {content.name(k): (k, each.duality) for k, each in content.measured.items() if each.duality}
     if not found:
         return None
     columns = duality_columns({f"{name}: {each.layer}": each for name, (_, each) in found.items()})
     plots = (canvas.plot(figure, title, "for each line") for title, figure in figures.duality(found).items())
     note = (
-        "The gap between a sample and its nearest neighbour in the other half, as moves of the last layer's weights. "
+        "The loss difference between paired train and test samples, written as changes of the last layer's weights. "
         "Solid lines: each training sample with its nearest test sample, as in the paper. Dotted lines: each test "
         "sample with its nearest training sample, as in the authors' demo."
     )
@@ -264,7 +264,7 @@ def duality(content: Content, canvas: Canvas, _: int) -> Section | None:
 
 
 def refused(content: Content, _: Canvas, __: int) -> Section | None:
-    """The uploads that were not merged: how many for which reason, and the last of them."""
+    """The uploads that were not merged, counted by reason, and the last of them in detail."""
     everyone = [(k, seed, round, each) for k, line in enumerate(content.lines) for seed, round, each in _refusals(line)]
     skipped = [sum("skipped" in record for run in line.runs for record in run.history) for line in content.lines]
     if not everyone and not any(skipped):
@@ -302,13 +302,13 @@ def _cut(text: str) -> str:
 
 
 def repeat(content: Content, _: Canvas, __: int) -> Section | None:
-    """The recipe of each line, and the commands that run it again."""
+    """The recipe of each line and the commands that reproduce it."""
     blocks = []
     for k, line in enumerate(content.lines):
         blocks.append(copied(f"{line.name}: recipe.toml", line.recipe.to_toml(), k))
         blocks.append(copied(f"{line.name}: commands", _commands(line), k))
-    note = "Equal recipes give equal results to the bit on one kind of machine."
-    return section("repeat", "Repeat it", note, *blocks)
+    note = "On the same kind of machine, equal recipes give bitwise equal results."
+    return section("repeat", "Reproduce", note, *blocks)
 
 
 def _commands(line: Line) -> str:

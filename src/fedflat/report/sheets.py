@@ -1,4 +1,4 @@
-"""A table of text, written for the terminal, Markdown, LaTeX or HTML."""
+"""Text tables and their output as terminal text, Markdown, LaTeX or HTML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in one place of a table."""
+    """One cell of a table."""
 
     text: str
     bold: bool = False
@@ -23,9 +23,9 @@ class Cell:
 
 @dataclass
 class Sheet:
-    """A table: its heads level by level, its lines in blocks, and what there is to say below it.
+    """A table with column heads on several levels, lines grouped into blocks, and notes below it.
 
-    Every line has two names before its cells: what the block is about, and which of its lines this is.
+    A line is (block name, line name, cells).
     """
 
     title: str
@@ -34,18 +34,20 @@ class Sheet:
     notes: list[str] = field(default_factory=list)
 
     def joined(self, by: str = " ") -> list[str]:
-        """The heads of all levels as one."""
+        """The heads of all levels of each column, joined into one string."""
         return [by.join(filter(None, levels)) for levels in zip(*self.heads, strict=True)]
 
     def lines(self) -> Iterator[tuple[str, str, list[Cell]]]:
-        """Every line, with the block's name in its first only."""
+        """All lines, with the block's name only in its first line."""
         for block in self.blocks:
             for number, (name, kind, cells) in enumerate(block):
                 yield "" if number else name, kind, cells
 
 
 def spans(heads: Sequence[Sequence[str]]) -> list[list[tuple[str, int]]]:
-    """On each level but the last, neighbours that are equal from the top down as one head over several columns.
+    """The heads of each level with the number of columns they span.
+
+    On all levels except the last, neighbouring columns with equal heads from the top down share one head.
 
     >>> spans([["CIFAR-10", "CIFAR-10", "SVHN"], ["s = 2", "s = 2", "s = 2"]])
     [[('CIFAR-10', 2), ('SVHN', 1)], [('s = 2', 1), ('s = 2', 1), ('s = 2', 1)]]
@@ -59,13 +61,13 @@ def spans(heads: Sequence[Sequence[str]]) -> list[list[tuple[str, int]]]:
 
 
 def terminal(sheet: Sheet, width: int = 120, colour: bool = False) -> str:
-    """A table of lines and boxes; bold needs a terminal."""
+    """The table as box-drawn text. Bold text needs `colour`."""
     table = Table(title=sheet.title, title_justify="left", show_lines=False)
     for head in ("", "", *sheet.joined("\n")):
         table.add_column(Text(head), justify="right" if head else "left")
     for block in sheet.blocks:
         for number, (name, kind, cells) in enumerate(block):
-            # Without this space a narrow column breaks before the deviation, not within it.
+            # Without this space, a narrow column breaks before the deviation and not inside it.
             texts = (Text(cell.text.replace("± ", "±"), "bold" if cell.bold else "") for cell in cells)
             table.add_row(Text("" if number else name), Text(kind), *texts)
         table.add_section()
@@ -78,7 +80,7 @@ def terminal(sheet: Sheet, width: int = 120, colour: bool = False) -> str:
 
 
 def markdown(sheet: Sheet) -> str:
-    """A table as GitHub and pandoc read it."""
+    """The table in the Markdown of GitHub and pandoc."""
 
     def row(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cells)} |\n"
@@ -103,7 +105,7 @@ LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\
 
 
 def latex(sheet: Sheet) -> str:
-    """A tabular for a paper; it needs the package booktabs."""
+    """The table as a LaTeX tabular. It needs the package booktabs."""
 
     def plain(text: str) -> str:
         return "".join(LATEX.get(character, character) for character in text)
@@ -130,7 +132,7 @@ def latex(sheet: Sheet) -> str:
 
 
 def page(sheet: Sheet) -> str:
-    """A table to put into any HTML page, without styles of its own."""
+    """The table as an HTML fragment without styles."""
 
     def shown(cell: Cell) -> str:
         text = html.escape(cell.text)

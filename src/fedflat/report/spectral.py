@@ -1,4 +1,4 @@
-"""The picture of a spectrum: how many eigenvalues of the Hessian lie where."""
+"""Figure of the eigenvalue density of the Hessian."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from fedflat.flatness.spectrum import Density
+from fedflat.flatness import Density
 from fedflat.report.dual import COLOURS, STYLES
 from fedflat.report.picture import new_figure, save_figure
 
-FLOOR = 1e-10  # of the highest density; what lies below is the tail of a widened peak, not an eigenvalue
+FLOOR = 1e-10  # fraction of the highest density; lower values are tails of broadened peaks and not eigenvalues
 
 
 def draw_density(densities: Mapping[str, Density], path: Path) -> None:
-    """φ(t) of each run on one logarithmic scale, every peak widened by a hundredth of the range."""
+    """Draws φ(t) of each run on a logarithmic scale, with each peak broadened by a hundredth of the range."""
     nodes = torch.cat([node for density in densities.values() for node in density.nodes])
     low, high = float(nodes.min()), float(nodes.max())
     width = max((high - low) / 100, 1e-9)

@@ -1,4 +1,4 @@
-"""The papers' tables: what was published, what came out here, and how the settings differ."""
+"""The tables of the papers: published numbers, measured numbers and differences in the settings."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from rich.text import Text
 
 from fedflat.errors import RecipeError, nearest
 from fedflat.report.sheets import Cell, Sheet
-from fedflat.sweep.overrides import flattened, spelled
-from fedflat.sweep.plan import FULL, load_sweep, shipped
-from fedflat.sweep.results import Row, mean_and_std
+from fedflat.runs import FULL, Row, flattened, load_sweep, mean_and_std, shipped, spelled
 
 VALUE = re.compile(r"(?P<mean>\d+(?:\.\d+)?)(?P<more>\+)?(?: ± (?P<std>\d*\.?\d+))?(?P<arrow> [↑↓])?(?P<note> .+)?")
-FOLLOWS = ("data.mean", "data.std")  # from the data set, and no difference of their own
+FOLLOWS = ("data.mean", "data.std")  # these follow from the data set and are not reported as differences
 
 
 @dataclass(frozen=True)
 class Value:
-    """A published or measured number; `text` is all of it as it is shown."""
+    """A published or measured number. `text` is how it is shown, with its deviation and marks."""
 
     mean: float
     text: str
@@ -36,7 +34,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Axis:
-    """A row or column of a published table: its heads, and the results that belong to it."""
+    """A row or column of a published table: its heads, and the grid values of its results."""
 
     heads: list[str]
     match: dict[str, Any]
@@ -48,10 +46,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Published:
-    """A table as a paper has it.
+    """A table from a paper.
 
-    A result belongs in a cell if its grid values are those of the row and column. Arrows compare a cell with the one
-    that has the values of `baseline` instead; the number that is `best` in its column and group of rows is bold.
+    A result belongs to a cell if it has the grid values of the cell's row and column. Arrows compare a cell with the
+    one that has the values of `baseline` instead. The `best` number of each column and group of rows is bold.
     """
 
     name: str
@@ -69,13 +67,13 @@ class Published:
 
 
 def published_names() -> list[str]:
-    """The tables that there are."""
+    """The names of all published tables."""
     folder = resources.files("fedflat") / "published"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def published(name: str) -> Published:
-    """A paper's table by its name, as in fedsol-table1."""
+    """Loads a published table by name, such as fedsol-table1. Raises `RecipeError` for an unknown name."""
     if name not in published_names():
         raise RecipeError(f"there is no table {name!r}; {nearest(name, published_names())}")
     table = tomllib.loads((resources.files("fedflat") / "published" / f"{name}.toml").read_text("utf-8"))
@@ -93,24 +91,32 @@ def published(name: str) -> Published:
 
 
 def _value(text: str) -> Value | None:
-    """A number as the paper prints it, such as '52.80 ± 2.66 ↑', '500+' or '10.00 (failed)'; none for ''."""
+    """Parses a number as the paper prints it, such as '52.80 ± 2.66 ↑', '500+' or '10.00 (failed)'; '' gives None."""
     if not text:
         return None
     found = VALUE.fullmatch(text)
     if not found:
-        raise RecipeError(f"published: {text!r} is no number of a table")
+        raise RecipeError(f"published: {text!r} is not a valid table entry")
     return Value(math.inf if found["more"] else float(found["mean"]), text)
 
 
 def compared(table: Published, rows: Sequence[Row]) -> Sheet:
-    """Published and measured numbers line by line; where there are only either, those alone.
+    """Puts published and measured numbers into one table.
 
-    Beside results of ours the columns without any of them are left out.
+    If there are measured results, columns without any of them are left out. If the paper has no numbers, the table
+    contains only the measured ones.
+
+    Args:
+        table: the published table.
+        rows: the results of our runs; may be empty.
+
+    Raises:
+        RecipeError: the results come from different scales.
     """
     rows = [row for row in rows if any(_belongs(row, place) for place in _places(table))]
     scales = sorted({row["scale"] for row in rows})
     if len(scales) > 1:
-        raise RecipeError(f"results of the scales {' and '.join(scales)} in one table; give those of one at a time")
+        raise RecipeError(f"the results mix the scales {' and '.join(scales)}; give those of one scale at a time")
     ours = [[_measured(table, row, column, rows) for column in table.columns] for row in table.rows] if rows else []
     everything = range(len(table.columns))
     shown = [j for j in everything if any(line[j] is not None for line in ours)] or [*everything]
@@ -144,7 +150,7 @@ def _belongs(row: Row, place: Mapping[str, Any]) -> bool:
 def _measured(
     table: Published, row: Axis, column: Axis, rows: Iterable[Row], instead: Mapping[str, Any] | None = None
 ) -> Value | None:
-    """Mean ± deviation of the results that belong in a cell: over their seeds, or what the metric brings along."""
+    """Mean ± deviation of the results of a cell. The deviation is over seeds unless the metric has its own."""
     found = [each for each in rows if _belongs(each, {**row.match, **column.match, **(instead or {})})]
     metric = row.metric or column.metric or table.metric
     values = [each.get(metric) for each in found]
@@ -171,7 +177,7 @@ def _cell(value: Value | None, bold: bool, arrow: str = "") -> Cell:
 
 
 def _differing_by(table: Published, i: int, j: int, ours: Value | None) -> Cell:
-    """Ours less the paper's, in row i and column j."""
+    """Our number minus the paper's, in row i and column j."""
     paper, digits = table.values[i][j], _digits(table, table.rows[i], table.columns[j])
     if ours is None or paper is None or not (math.isfinite(ours.mean) and math.isfinite(paper.mean)):
         return Cell("–")
@@ -179,7 +185,7 @@ def _differing_by(table: Published, i: int, j: int, ours: Value | None) -> Cell:
 
 
 def _bold(table: Published, values: Sequence[Sequence[Value | None]]) -> set[tuple[int, int]]:
-    """The places of the best number of each column, within each group of rows."""
+    """The positions of the best number of each column within each group of rows."""
     if not table.best:
         return set()
     best: set[tuple[int, int]] = set()
@@ -194,7 +200,7 @@ def _bold(table: Published, values: Sequence[Sequence[Value | None]]) -> set[tup
 
 
 def _arrow(table: Published, row: Axis, column: Axis, rows: Sequence[Row]) -> str:
-    """Above or below the baseline, as FedSoL's tables show it."""
+    """An arrow for a number above or below the baseline, as in FedSoL's tables."""
     mine = _measured(table, row, column, rows)
     reference = _measured(table, row, column, rows, table.baseline) if table.baseline else None
     if mine is None or reference is None or mine.mean == reference.mean:
@@ -203,9 +209,9 @@ def _arrow(table: Published, row: Axis, column: Axis, rows: Sequence[Row]) -> st
 
 
 def settings_notes(name: str, rows: Sequence[Row]) -> list[str]:
-    """Each setting in which the runs differ from the sweep of that name at full scale."""
+    """Notes on the settings in which the runs differ from the full-scale sweep `name`."""
     if name not in shipped():
-        return [f"There is no sweep file {name} to compare the settings with."]
+        return [f"There is no sweep file {name}, so the settings cannot be compared."]
     points = load_sweep(name).points
     fields, seeds = list(points[0].values), {point.values.get("seed", 0) for point in points}
     wanted = {_place(point.values, fields): flattened(point.asked()) for point in reversed(points)}
@@ -214,7 +220,7 @@ def settings_notes(name: str, rows: Sequence[Row]) -> list[str]:
     strangers = 0
     for row in rows:
         place, ours = _place(row, fields), flattened(row["asked"])
-        paper = seeded.get((place, row.get("seed")), wanted.get(place))  # a seed may have a setting of its own
+        paper = seeded.get((place, row.get("seed")), wanted.get(place))  # settings may depend on the seed
         strangers += paper is None
         counted.update(_differing(paper or ours, ours))
     notes = [
@@ -225,12 +231,12 @@ def settings_notes(name: str, rows: Sequence[Row]) -> list[str]:
     if len(here) != len(seeds):
         notes.append(f"seeds: {len(seeds)} at full scale, {len(here)} here")
     if strangers:
-        notes.append(f"{strangers} runs are at no place of the sweep's grid")
+        notes.append(f"{strangers} runs are not in the grid of the sweep")
     return notes or ["The settings are those of the sweep at full scale."]
 
 
 def _place(values: Mapping[str, Any], fields: Iterable[str]) -> tuple[str, ...]:
-    """Where in the grid, whatever the seed."""
+    """The position in the grid, ignoring the seed."""
     return tuple(spelled(values.get(field)) for field in fields if field != "seed")
 
 
@@ -247,7 +253,7 @@ def _shown(value: Any) -> str:
 
 
 def summary_table(rows: Sequence[Row], title: str) -> Table:
-    """A sweep's means over seeds in the terminal: accuracies, rounds to target and traffic."""
+    """A terminal table of a sweep's means over seeds: accuracies, rounds to target and traffic."""
     names = list(rows[0])
     fields = [name for name in names[: names.index("runs") + 1] if name != "scale"]
     columns = {"last": ("accuracy_last", 4), "best": ("accuracy_best", 4), "to target": ("rounds_to_target", 0)}

@@ -1,4 +1,4 @@
-"""Pictures of loss landscapes: several runs beside each other, on one scale."""
+"""Figures of loss landscapes: several runs side by side on a common scale."""
 
 from __future__ import annotations
 
@@ -12,21 +12,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.errors import RecipeError
-from fedflat.flatness.landscape import Landscape
+from fedflat.flatness import Landscape
 from fedflat.report.picture import new_figure, save_figure
 
 Floats = NDArray[np.float64]
 
-# The palette of Okabe and Ito, which stays apart for colour-blind eyes, without its yellow.
+# The colour-blind safe palette of Okabe and Ito, without its yellow.
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MAP = "viridis"
-_DECADES = 1.5  # a loss that spans more of them is drawn by its logarithm
+_DECADES = 1.5  # losses that span more decades are drawn on a logarithmic scale
 
 
 def draw_landscapes(landscapes: Mapping[str, Landscape], path: Path) -> None:
-    """Each run's landscape under its name: curves in one plot, or for planes the contours above the surfaces.
+    """Draws the landscapes of several runs: curves in one plot, or contours above surfaces for planes.
 
-    All runs share one scale, colours and levels, so what looks flatter is flatter; what is not finite is left out.
+    All runs share one scale, so a minimum that looks flatter is flatter. Values that are not finite are left out.
+
+    Args:
+        landscapes: the landscape of each run, by its name, all on the same grid.
+        path: the image file to write.
+
+    Raises:
+        RecipeError: there are no landscapes, their grids differ, or one has no finite value.
+        RunError: the file cannot be written.
     """
     _check(landscapes)
     if len(next(iter(landscapes.values())).axes) == 1:
@@ -37,19 +45,19 @@ def draw_landscapes(landscapes: Mapping[str, Landscape], path: Path) -> None:
 
 def _check(landscapes: Mapping[str, Landscape]) -> None:
     if not landscapes:
-        raise RecipeError("landscapes: there is none to draw")
+        raise RecipeError("landscapes: there are none to draw")
     (first, pattern), *others = landscapes.items()
     for name, other in others:
         if not np.array_equal(other.axes, pattern.axes):
-            raise RecipeError(f"landscapes: {name} and {first} have different grids; measure both on the same one")
+            raise RecipeError(f"landscapes: {name} and {first} have different grids; measure both on the same grid")
     for name, each in landscapes.items():
         if not np.isfinite(each.values).any():
-            raise RecipeError(f"landscapes: {name} is nowhere finite; measure it with a smaller span")
+            raise RecipeError(f"landscapes: {name} has no finite value; measure it with a smaller span")
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """Loss ↦ height, which is the loss or its logarithm, over the range that all runs cover."""
+    """Maps losses to heights (the loss or its logarithm) over the common range of all runs."""
 
     low: float
     high: float
@@ -77,7 +85,7 @@ class _Scale:
         return np.linspace(*self.ends, count)
 
     def ticks(self) -> tuple[Floats, list[str]]:
-        """A few round losses within the range: their heights and how they are written."""
+        """The heights and labels of a few round losses within the range."""
         losses = _round_logarithmic(self.low, self.high) if self.logarithmic else _round_linear(self.low, self.high)
         losses = losses[(losses >= self.low) & (losses <= self.high)]
         return self.heights(losses), [f"{loss:g}" for loss in losses]
@@ -133,8 +141,8 @@ def _draw_planes(landscapes: Mapping[str, Landscape], path: Path) -> None:
 
 
 def _draw_map(axes: Any, each: Landscape, scale: _Scale) -> Any:
-    """Filled contours, and lines at the losses that the colour bar names."""
-    heights = scale.heights(each.values).T  # matplotlib wants the vertical axis first
+    """Draws filled contours, with lines at the ticks of the colour bar."""
+    heights = scale.heights(each.values).T  # matplotlib expects the vertical axis first
     filled = axes.contourf(*each.axes, heights, scale.levels(25), cmap=_MAP)
     crossed = [height for height in scale.ticks()[0] if np.nanmin(heights) < height < np.nanmax(heights)]
     if crossed:

@@ -1,4 +1,4 @@
-"""A run that is going on, as far as its metrics tell: what is known of it, as a screen, as a line, as JSON."""
+"""The state of a run in progress, from its metrics file, as a screen, a line or JSON."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Record = Mapping[str, Any]
 Curve = list[tuple[int, float]]
 LEVELS = "▁▂▃▄▅▆▇█"
 CURVES = ("accuracy", "loss", "lambda1")
-RECENT = 20  # rounds that the speed is taken from
-LABEL = 10  # columns of the labels on the screen
+RECENT = 20  # number of rounds that the speed is averaged over
+LABEL = 10  # width of the labels on the screen
 
 
 @dataclass
 class Story:
-    """What the records of a run add up to; taking one in costs the same however many there were before."""
+    """The accumulated records of a run. Adding one takes constant time."""
 
     name: str
     recipe: Recipe
@@ -46,7 +46,7 @@ class Story:
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add(self, record: Record) -> None:
-        """The next round."""
+        """Adds the record of the next round."""
         self.round, self.cohort = record["round"], record.get("cohort", ())
         self.epsilon = record.get("epsilon", self.epsilon)
         self._seconds.append(record.get("seconds", 0.0))
@@ -65,7 +65,7 @@ class Story:
 
     @property
     def rounds(self) -> int:
-        """How many the recipe asks for."""
+        """The number of rounds in the recipe."""
         return self.recipe.server.rounds
 
     @property
@@ -74,7 +74,7 @@ class Story:
 
     @property
     def pace(self) -> float | None:
-        """Seconds of a round, lately."""
+        """Seconds per round, averaged over the recent rounds."""
         return sum(self._seconds) / len(self._seconds) if self._seconds else None
 
     @property
@@ -82,7 +82,7 @@ class Story:
         return None if self.pace is None else 0.0 if self.complete else self.pace * (self.rounds - self.round)
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
+        """The whole state as JSON-compatible values."""
         return {
             "run": self.name,
             "method": self.recipe.method,
@@ -106,7 +106,7 @@ class Story:
 
 
 def screen(story: Story, width: int) -> RenderableType:
-    """The run on a terminal of that width."""
+    """The run as a screen for a terminal of this width."""
     recipe = story.recipe
     title = Text.assemble((story.name, "bold"), f"  {recipe.method}")
     setting = Text(f"{recipe.model.name} on {recipe.data.name}, {recipe.split.clients} clients", style="dim")
@@ -122,7 +122,7 @@ def screen(story: Story, width: int) -> RenderableType:
 
 
 def _facts(story: Story, width: int) -> Iterator[tuple[str, str, str]]:
-    """Label, text and style of each thing that there is to tell."""
+    """Label, text and style of each row of the screen."""
     numbers = [*_numbers(story)]
     column = max((len(text) for _, text, _ in numbers), default=0)
     for label, text, curve in numbers:
@@ -154,7 +154,7 @@ def _numbers(story: Story) -> Iterator[tuple[str, str, Curve]]:
 
 
 def line(story: Story) -> str:
-    """The run in one line."""
+    """The run as one line of text."""
     accuracy, loss, top = (story.curves[name] for name in CURVES)
     parts = [f"{story.name}: round {story.round}/{story.rounds}"]
     if story.best:
@@ -166,7 +166,9 @@ def line(story: Story) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve in one line of text, from the lowest value to the highest; neighbours share a column by their median.
+    """Draws a curve as one line of text, scaled from its lowest to its highest value.
+
+    If there are more values than columns, a column shows the median of its values.
 
     >>> sparkline([0, 1, 2, 7], 40)
     '▁▂▃█'
@@ -188,7 +190,7 @@ def _time(story: Story) -> str:
     if story.pace is None:
         return "no round yet"
     if story.silent > max(30.0, 5 * story.pace):
-        return f"no news for {_clock(story.silent)}"
+        return f"no update for {_clock(story.silent)}"
     return f"{story.pace:.3g} s a round, {_clock(story.seconds_left or 0.0)} left"
 
 

@@ -4,7 +4,7 @@ const canvases = [...document.querySelectorAll(".canvas")];
 const touch = matchMedia("(pointer: coarse)").matches;
 const root = document.documentElement;
 
-// A finger on a surface would turn it where it wants to scroll, and without WebGL there is none: begin with maps.
+// Start with maps on touch screens, where dragging should scroll and not rotate a surface, and without WebGL.
 let form = touch || !document.createElement("canvas").getContext("webgl") ? "map" : "surface";
 
 function colours() {
@@ -13,7 +13,7 @@ function colours() {
   return { ink, grid, card };
 }
 
-/** A figure's layout in the colours of the theme. */
+/** The layout of a figure in the colours of the theme. */
 function themed(layout) {
   const { ink, grid, card } = colours();
   const clear = "rgba(0,0,0,0)";
@@ -34,7 +34,7 @@ function themed(layout) {
   return result;
 }
 
-/** What to draw now: of a landscape the form that was chosen, and of every figure the lines that are switched on. */
+/** The data and layout to draw: the chosen form of a landscape, and only the lines that are switched on. */
 function shown(figure) {
   const chosen = figure.forms ? figure.forms[form] : {};
   const data = figure.data.map((trace) => ({ ...trace, ...chosen.trace, visible: trace.meta === undefined || on(trace.meta) }));
@@ -71,7 +71,7 @@ formButton?.addEventListener("click", () => {
 });
 formButton?.setAttribute("aria-pressed", String(form === "map"));
 
-/** All surfaces look from the same side. */
+/** Keeps the cameras of all surfaces in sync. */
 let turning = false;
 function turn(camera, from) {
   if (turning) return;
@@ -110,7 +110,7 @@ document.querySelectorAll(".copy").forEach((button) => button.addEventListener("
   (navigator.clipboard?.writeText(text.textContent) ?? Promise.reject()).catch(() => document.execCommand("copy")).then(() => say("copied"));
 }));
 
-// Fixed heights keep the page still while the plots come one after the other.
+// Fixed heights keep the page layout stable while the plots are drawn one by one.
 (async () => {
   for (const canvas of canvases) await draw(canvas);
   root.dataset.drawn = "true";

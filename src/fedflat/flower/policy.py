@@ -1,0 +1,171 @@
+"""A client's policy, in its own file: any request that goes beyond it is refused.
+
+The server chooses the recipe and asks the questions. The client decides which recipe, which questions and how often,
+over how many samples, and with how much privacy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from fedflat.errors import FedflatError, RecipeError
+from fedflat.methods import CentralPrivacy, Method, Privacy, parse, spell
+from fedflat.recipe import Recipe, Section
+
+Question = Literal["hello", "train", "hessian", "gradient", "rise", "margin"]
+OURS = "fedflat"
+PARTS = {"central_dp": CentralPrivacy, "local_dp": Privacy}
+
+
+class PolicyError(FedflatError):
+    """A request that a client refuses, explained in one sentence."""
+
+
+class Answers(Section):
+    """How many questions of each kind the client answers in total, over all runs."""
+
+    train: int = Field(10_000, ge=0, description="local rounds")
+    hessian: int = Field(0, ge=0, description="Hessian products, each of which tells something about single samples")
+    min_samples: int = Field(10, ge=1, description="samples that must be behind every answer")
+
+
+class Insists(Section):
+    """The minimum privacy that the client requires."""
+
+    part: Literal["none", "central_dp", "local_dp"] = Field("none", description="part that the method must have")
+    clip: float | None = Field(None, gt=0, description="largest clip C")
+    noise: float = Field(0.0, ge=0, description="smallest noise multiplier z")
+    epsilon: float | None = Field(None, gt=0, description="largest ε that all uploads together may come to")
+    delta: float = Field(1e-5, gt=0, le=0.1, description="δ of that ε")
+
+
+class Policy(Section):
+    """A client's rules; the defaults apply without a file."""
+
+    recipe: str = Field("", description="digest of the recipe; empty = the one that the app has when a run begins")
+    code: list[str] = Field([], description="modules or package.module:Class beside fedflat's own that may be run")
+    ledger: str = Field("", description="directory of the client's ledger, as seen from this file")
+    answers: Answers = Answers()
+    privacy: Insists = Insists()
+
+
+def read_policy(path: Path | None) -> Policy:
+    """Read the policy in a file; a missing file is an error, never the default."""
+    if path is None:
+        return Policy()
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise PolicyError(f"{path}: the client's policy cannot be read ({error})") from None
+    try:
+        return Policy.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise PolicyError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from None
+
+
+def client_side(recipe: Recipe) -> dict[str, Any]:
+    """Return the part of a recipe that a client's answers depend on; the server alone chooses the rest."""
+    rehearsed = recipe.deployment.draws == "recipe"
+    told = {"measures", "margin", "radius", "sharpness", "sharpness_samples", "model"}
+    return {
+        "method": spell(recipe.method),
+        "precision": recipe.precision,
+        "data": recipe.data.model_dump(exclude={"dir"}),
+        "split": recipe.split.model_dump(),
+        "model": recipe.model.model_dump(),
+        "local": recipe.local.model_dump(),
+        "evaluation": recipe.evaluation.model_dump(include=told),
+        "deployment": recipe.deployment.model_dump(include={"draws", "memory"}),
+        "seed": recipe.seed if rehearsed else None,
+    }
+
+
+def digest(recipe: Recipe) -> str:
+    """Return the SHA-256 of what server and client agree on."""
+    text = json.dumps(client_side(recipe), sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_recipe(policy: Policy, recipe: Recipe, asked: Any) -> Method:
+    """Return the recipe's method, if the client accepts the recipe and its privacy and the server uses the same one.
+
+    Code is imported only after its name was found in the policy.
+    """
+    own = digest(recipe)
+    if policy.recipe and policy.recipe.removeprefix("sha256:") != own:
+        raise PolicyError(f"recipe: it has the digest {own}, and this client agreed to another ({policy.recipe})")
+    if asked != own:
+        raise PolicyError(f"recipe: the server goes by another one than this client's, which has the digest {own}")
+    for name in named_code(recipe):
+        if not {name, name.partition(":")[0]} & {*policy.code}:
+            raise PolicyError(f"code: {name} is none of fedflat's own, and this client's policy does not name it")
+    method = parse(recipe.method)
+    check_privacy(policy.privacy, method)
+    return method
+
+
+def named_code(recipe: Recipe) -> list[str]:
+    """Return the import paths in a recipe that lead outside fedflat."""
+    names = [str(recipe.model.name)] if ":" in str(recipe.model.name) else []
+    names += re.findall(r"[\w.]+:\w+", spell(recipe.method))
+    return [name for name in names if name.split(":")[0].split(".")[0] != OURS]
+
+
+def check_privacy(least: Insists, method: Method) -> None:
+    """Check that the method protects its uploads as much as the client requires."""
+    guard = method.protection
+    if least.part == "none":
+        return
+    central = isinstance(guard, CentralPrivacy)
+    if not isinstance(guard, Privacy) or (central and least.part == "local_dp"):
+        raise PolicyError(f"privacy: this client takes part only with {least.part}, which the method does not have")
+    if guard.noise < least.noise:
+        raise PolicyError(f"privacy: noise = {guard.noise:g} is below this client's least, {least.noise:g}")
+    if least.clip is not None and guard.clip > least.clip:
+        raise PolicyError(f"privacy: clip = {guard.clip:g} is above this client's largest, {least.clip:g}")
+    try:
+        guard.refuse_seeded()
+    except RecipeError as error:
+        raise PolicyError(f"privacy: {error}") from None
+
+
+def check_question(policy: Policy, question: Question, recipe: Recipe, method: Method, samples: int) -> None:
+    """Check that the policy and the recipe allow this kind of question, over so many samples."""
+    if question not in ("hello", "train"):
+        if isinstance(method.protection, Privacy):
+            raise PolicyError(f"{question}: a private method answers no question that its noise does not protect")
+        if question != "hessian" or not recipe.evaluation.sharpness:
+            raise PolicyError(f"{question}: the recipe does not measure it")
+    least = policy.answers.min_samples
+    if samples < least:
+        raise PolicyError(f"{question}: {samples} samples would be behind the answer, answers.min_samples = {least}")
+
+
+def cost(method: Method) -> float:
+    """Return what one upload adds to Σ 1/σ² in a client's ledger; σ is its noise relative to what it hides.
+
+    Gaussian mechanisms compose to one with 1/σ² = Σ 1/σᵢ². An upload without noise has infinite cost.
+    """
+    guard = method.protection
+    if not isinstance(guard, Privacy) or not guard.noise:
+        return float("inf")
+    return (2 / guard.noise) ** 2
+
+
+def epsilon(spent: float, delta: float) -> float:
+    """Return the ε at δ of one Gaussian mechanism with 1/σ² = spent."""
+    if spent == float("inf"):
+        return spent
+    try:
+        import dp_accounting
+    except ImportError:
+        raise PolicyError("privacy.epsilon: the ledger needs dp-accounting; pip install 'fedflat[privacy]'") from None
+    return float(dp_accounting.get_epsilon_gaussian(spent**-0.5, delta)) if spent else 0.0

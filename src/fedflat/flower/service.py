@@ -1,0 +1,257 @@
+"""Runs the rounds of a recipe with clients that are reached through Flower's messages.
+
+Flower's own round loop cannot resume, may wait forever and samples with the global generator. This loop is fedflat's;
+Flower carries the messages.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from flwr.app import Message, MessageType
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fedflat.engine import settled_worker
+from fedflat.errors import AwayError, RecipeError
+from fedflat.flower import messages
+from fedflat.flower.identity import read_table
+from fedflat.flower.journal import Journal
+from fedflat.flower.monitor import monitored, say
+from fedflat.flower.nodes import Attendance, Nodes
+from fedflat.flower.own import NOBODY, DataHook, own_problem, with_sizes
+from fedflat.flower.policy import client_side
+from fedflat.flower.shelf import Mark
+from fedflat.local import Vectors
+from fedflat.methods import Privacy, Upload, Uploads
+from fedflat.recipe import Checkpoint, Recipe, load, overridden
+from fedflat.rounds import About, Broadcast, Problem, Refusal, Score, ServerState, chunks, one_thread
+from fedflat.runs import CAUGHT, Record, RunLock, execute, private_directory, written_to
+
+CURVATURE = 1e6  # the largest ‖Hv‖/‖v‖ accepted from a client
+BEYOND = 1e3  # and relative to the clients' median
+
+
+def changed(source: str | Path | Recipe, changes: str) -> Recipe:
+    """Return the app's recipe with changes for one run. Only server fields may change: clients use their own copy."""
+    plain = source if isinstance(source, Recipe) else load(source)
+    chosen = overridden(source, changes.split()) if isinstance(source, Recipe) else load(source, changes.split())
+    before, after = client_side(plain), client_side(chosen)
+    for name in before:
+        if before[name] != after[name]:
+            raise RecipeError(
+                f"set: {name} is a part of what the clients have agreed to; change it in the app's recipe.toml and "
+                "let them agree to the new one"
+            )
+    return chosen
+
+
+def serve(grid: Grid, recipe: Recipe, out: Path, data: DataHook | None = None, keys: Path | None = None) -> None:
+    """Run the remaining rounds of the deployment in `out`; `keys` has the clients' public keys.
+
+    Every round is saved: clients only keep what a server at most one round behind needs.
+    """
+    _check(recipe)
+    recipe = recipe.model_copy(update={"checkpoint": Checkpoint(every=1)})
+    with written_to(out, "choose another `out`"):
+        private_directory(out)
+        lock = RunLock(out)  # before the journal is read: a second server must not overwrite it
+    with lock, monitored(recipe.deployment) as callbacks:
+        _serve(grid, recipe, out, data, keys, lock, callbacks)
+
+
+def _serve(
+    grid: Grid,
+    recipe: Recipe,
+    out: Path,
+    data: DataHook | None,
+    keys: Path | None,
+    lock: RunLock,
+    callbacks: Sequence[Callable[[Record], None]],
+) -> None:
+    journal = Journal(out)
+    # Flower's simulation runs all nodes in one process, without keys.
+    table = read_table(keys, recipe.split.clients) if keys and hasattr(grid, "get_nodes") else None
+    if table is None:
+        say("nodes are not told apart by keys: each is believed which client it is", recipe.deployment)
+    problem = own_problem(recipe, NOBODY, 1, data)
+    _check_questions(problem)
+    nodes = Nodes(grid, recipe, table, problem.network.base_digest)
+    connected = nodes.gather()
+    if not journal.sizes:
+        journal.begin(connected)
+    secret = journal.seed() if recipe.deployment.draws == "secret" else None
+    problem = with_sizes(problem, journal.sizes, secret)
+
+    before = {number: signal.getsignal(number) for number in CAUGHT}
+
+    def start(problem: Problem, _: ServerState) -> Deployment:
+        # A round without its SuperLink would never finish, so a ServerApp that is told to end does so at once.
+        for number in CAUGHT if threading.current_thread() is threading.main_thread() else ():
+            signal.signal(number, before[number])
+        return Deployment(problem, nodes, journal)
+
+    warn = partial(say, settings=recipe.deployment)
+    execute(problem, out, callbacks, resume=True, warn=warn, start=start, lock=lock)
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse recipes that a deployment cannot run."""
+    if recipe.split.clients < 1:
+        raise RecipeError("split.clients: a deployment must say how many clients there are")
+    if recipe.server.stop_loss is not None:
+        raise RecipeError("server.stop_loss: the server of a deployment has no training samples to take the loss of")
+    if recipe.server.draws != "fedflat" and recipe.deployment.draws == "secret":
+        raise RecipeError(
+            f"server.draws = {recipe.server.draws!r}: anybody can compute those cohorts; set 'fedflat', or "
+            "deployment.draws = 'recipe' to rehearse"
+        )
+
+
+def _check_questions(problem: Problem) -> None:
+    """Refuse questions that clients with a private method would not answer."""
+    if isinstance(problem.method.protection, Privacy) and problem.recipe.evaluation.sharpness:
+        raise RecipeError(
+            "evaluation.sharpness: clients with a private method answer no question that its noise does not protect; "
+            "set it to 0"
+        )
+
+
+Asked = dict[int, tuple[Vectors, dict[str, Any]]]
+
+
+class Deployment:
+    """The engine for remote clients. Their memory stays with them."""
+
+    memory = None
+
+    def __init__(self, problem: Problem, nodes: Nodes, journal: Journal) -> None:
+        self._problem, self._recipe, self._nodes, self._journal = problem, problem.recipe, nodes, journal
+        self._worker = settled_worker(problem)
+        self._offered: dict[int, Mark] = {}
+        self._attendance = Attendance(problem.recipe.deployment.misses)
+
+    def local_rounds(self, broadcast: Broadcast, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
+        self._offered = {}
+        quorum = min(self._recipe.admission.quorum, len(cohort))
+        online = self._nodes.awaited(lambda found: len(found.keys() & {*cohort}) >= quorum)
+        yield from (Refusal(c, "absent", "its node is not connected") for c in cohort if c not in online)
+        clients = {client: online[client] for client in cohort if client in online}
+        silent = {client for client in clients if self._attendance.due(client) > broadcast.round}
+        if len(silent) < len(clients):  # otherwise there is no one to keep waiting
+            clients = {client: node for client, node in clients.items() if client not in silent}
+            for client in silent:
+                again = f"it is asked again from round {self._attendance.due(client)} on"
+                yield Refusal(client, "silent", f"no reply in its last rounds; {again}")
+        facts = {"run": self._journal.run, "round": broadcast.round, "lr": broadcast.lr}
+        facts["everyone"] = sum(self._journal.sizes.values())
+        asked = {
+            node: (broadcast.sent, facts | self._kept(client, broadcast.round)) for client, node in clients.items()
+        }
+        yield from self._replies(asked, {node: client for client, node in clients.items()}, broadcast.round)
+
+    def _replies(self, asked: Asked, who: dict[int, int], round: int) -> Iterator[Upload | Refusal]:
+        limit, heard = self._recipe.admission.deadline or self._recipe.deployment.timeout, set[int]()
+        for node, reply in self._nodes.exchange(asked, MessageType.TRAIN, limit, str(round)):
+            again = Refusal(who[node], "doubled", "a second reply to one message")
+            yield again if node in heard else self._received(reply, who[node], node, round)
+            heard.add(node)
+            self._attendance.replied(who[node])
+        for node, client in who.items():
+            if node not in heard:
+                self._attendance.missed(client, round)
+                yield Refusal(client, "hung", f"no reply after {limit:g} s")
+
+    def _kept(self, client: int, round: int) -> dict[str, Any]:
+        mark = self._journal.mark(client, round)
+        return {"kept_round": mark.round if mark else -1, "kept_digest": mark.digest if mark else ""}
+
+    def _received(self, reply: Message, client: int, node: int, round: int) -> Upload | Refusal:
+        """Read a reply: an upload, or why it is not one."""
+        if reply.has_error():
+            return Refusal(client, "raised", f"error {reply.error.code}: {messages.plain(reply.error.reason)}")
+        try:
+            facts = messages.read_facts(reply.content)
+            if refused := facts.get("refused"):
+                raise messages.UnfitError("policy", messages.plain(refused))
+            if facts.get("run") != self._journal.run or facts.get("client") != client:
+                raise messages.UnfitError("foreign", "it is of another run or another client")
+            if facts.get("round") != round:
+                raise messages.UnfitError("stale", f"it is of round {messages.plain(repr(facts.get('round')), 40)}")
+            upload = messages.read_upload(reply.content, self._problem, client, self._nodes.samples(node))
+            if facts.get("digest"):
+                self._offered[client] = Mark(round, messages.word(facts, "digest", "[0-9a-f]{64}"))
+        except messages.UnfitError as unfit:
+            return Refusal(client, *unfit.args)
+        if facts.get("forgiven"):
+            forgiven = f"client {client} in round {round}: {messages.plain(facts['forgiven'])}"
+            say(forgiven, self._recipe.deployment)
+        return upload
+
+    def release(self, client: int) -> None:
+        pass  # it goes with the upload
+
+    def kept(self, client: int) -> Vectors:
+        return {}  # the client keeps it
+
+    def remember(self, uploads: Uploads) -> None:
+        self._journal.merged({u.client: self._offered[u.client] for u in uploads if u.client in self._offered})
+
+    @one_thread()
+    def score(self, state: ServerState, part: str, chunk: int) -> Score:
+        spans = chunks(self._problem.federation.size(part), chunk)
+        scores = [self._worker.score(state.weights, state.buffers, part, *span) for span in spans]
+        return sum(scores[1:], scores[0])
+
+    def ask(
+        self, state: ServerState, vector: Tensor, clients: Sequence[int], about: About = "hessian"
+    ) -> Iterator[tuple[int, Tensor]]:
+        if about != "hessian":
+            raise AwayError(f"{about}: clients of a deployment are asked for Hessian products alone")
+        online = self._nodes.online()
+        if missing := [client for client in clients if client not in online or self._attendance.due(client)]:
+            raise AwayError(f"sharpness: clients {missing} are not connected")
+        sent = {"weights": state.weights, "vector": vector}
+        if state.buffers.numel():
+            sent["buffers"] = state.buffers
+        facts = {"run": self._journal.run, "round": state.round, "everyone": sum(self._journal.sizes.values())}
+        asked, who = {online[c]: (sent, facts) for c in clients}, {online[c]: c for c in clients}
+        told: dict[int, Tensor] = {}
+        for node, reply in self._nodes.exchange(asked, "query.hessian", self._recipe.deployment.timeout):
+            told.setdefault(who[node], _answer(reply, who[node], vector))
+        for client in clients:
+            if client not in told:
+                self._attendance.missed(client, state.round)
+                raise AwayError(f"sharpness: client {client} did not answer")
+        _refuse_outliers(told, vector)
+        yield from ((client, told[client]) for client in clients)
+
+    def close(self) -> None: ...
+
+
+def _answer(reply: Message, client: int, vector: Tensor) -> Tensor:
+    if reply.has_error():
+        raise AwayError(f"sharpness: client {client}: {messages.plain(reply.error.reason)}")
+    if refused := messages.read_facts(reply.content).get("refused"):
+        raise AwayError(f"sharpness: client {client} refuses: {messages.plain(refused)}")
+    try:
+        return messages.read_exactly(reply.content, {"answer": vector.numel()}, vector.dtype)["answer"]
+    except messages.UnfitError as unfit:
+        raise AwayError(f"sharpness: client {client}: {unfit.args[1]}") from None
+
+
+def _refuse_outliers(told: dict[int, Tensor], vector: Tensor) -> None:
+    """Limit the influence of one client: ‖Hᵢv‖/‖v‖ is bounded, also relative to the clients' median."""
+    length = float(torch.linalg.vector_norm(vector.double()))
+    ratios = {c: float(torch.linalg.vector_norm(a.double())) / length for c, a in told.items()} if length else {}
+    usual = BEYOND * median(ratios.values()) if len(ratios) > 2 else CURVATURE
+    for client, ratio in ratios.items():
+        if ratio > CURVATURE or (usual and ratio > usual):
+            raise AwayError(f"sharpness: client {client} claims a curvature of {ratio:.3g}, which is beyond reason")

@@ -1,0 +1,172 @@
+"""A client's ledger: what it has answered and refused over all runs, and the privacy it has spent.
+
+The ledger is on the client's disk and outlives runs and restarts. An answer is recorded before it is sent, so a crash
+can only overcount.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedflat.flower import policy as rules
+from fedflat.flower.policy import Insists, Policy, PolicyError, Question
+from fedflat.methods import Method
+from fedflat.randomness import Secret
+from fedflat.runs import written_to
+
+if sys.platform != "win32":
+    import fcntl
+
+RUNS = 1000  # number of runs whose recipe is remembered
+ADVICE = "the directory of the client's ledger must be writable and have room"
+
+
+@dataclass
+class Tally:
+    """The entries of a ledger: `spent` is Σ 1/σ² over all uploads, `recipes` the recipe each run began with."""
+
+    answers: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    spent: float = 0.0
+    recipes: dict[str, str] = field(default_factory=dict)
+    last: str = ""
+
+    def agree(self, run: str, digest: str) -> None:
+        """Check that a run keeps the recipe that it began with."""
+        if self.recipes.setdefault(run, digest) != digest:
+            raise PolicyError("recipe: it is not the one that this run began with")
+        while len(self.recipes) > RUNS:
+            del self.recipes[next(iter(self.recipes))]
+
+    def spend(self, policy: Policy, question: Question, method: Method) -> None:
+        """Record an answer, if the policy allows one more."""
+        given, most = self.answers.get(question, 0), getattr(policy.answers, question)
+        if given >= most:
+            raise PolicyError(f"{question}: {given} were answered, and answers.{question} = {most}")
+        if question == "train":
+            self._spend_privacy(policy.privacy, rules.cost(method))
+        self.answers[question] = given + 1
+
+    def _spend_privacy(self, least: Insists, cost: float) -> None:
+        total = self.spent + cost
+        if least.epsilon is not None and (would := rules.epsilon(total, least.delta)) > least.epsilon:
+            raise PolicyError(f"train: this client's ε would come to {would:.3g}, privacy.epsilon = {least.epsilon:g}")
+        if math.isfinite(total):  # without a budget, uploads without noise are sent and not counted
+            self.spent = total
+
+    def refuse(self, question: Question, sentence: str) -> None:
+        self.refused[question] = self.refused.get(question, 0) + 1
+        self.last = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}"
+
+
+class Book(Protocol):
+    """Stores a client's ledger and secret."""
+
+    def opened(self) -> Any: ...
+
+    def secret(self) -> bytes: ...
+
+
+class DiskBook:
+    """Two private files: client-3.json, the ledger, and client-3.secret, for the order of its samples."""
+
+    def __init__(self, directory: Path, client: int) -> None:
+        self._folder = directory
+        self._ledger, self._secret = directory / f"client-{client}.json", directory / f"client-{client}.secret"
+
+    @contextmanager
+    def opened(self) -> Iterator[Tally]:
+        """Open the ledger exclusively; changes are saved on exit, even after an exception."""
+        with written_to(self._folder, ADVICE):
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = os.open(self._ledger.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            if sys.platform != "win32":
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            tally = _read(self._ledger.read_text("utf-8"), str(self._ledger)) if self._ledger.exists() else Tally()
+            try:
+                yield tally
+            finally:
+                write_private(self._ledger, json.dumps(asdict(tally)).encode() + b"\n")
+        finally:
+            os.close(lock)
+
+    def secret(self) -> bytes:
+        return own_secret(self._secret)
+
+
+class StateBook:
+    """Storage that Flower keeps while a node and its run last, if there is no disk: for simulations."""
+
+    def __init__(self, state: MutableMapping[str, str]) -> None:
+        self._state = state
+
+    @contextmanager
+    def opened(self) -> Iterator[Tally]:
+        tally = _read(self._state["ledger"], "ledger") if "ledger" in self._state else Tally()
+        try:
+            yield tally
+        finally:
+            self._state["ledger"] = json.dumps(asdict(tally))
+
+    def secret(self) -> bytes:
+        return bytes.fromhex(self._state.setdefault("secret", secrets.token_hex(32)))
+
+
+def _read(text: str, where: str) -> Tally:
+    """Read a ledger. A damaged one allows nothing; otherwise deleting a byte would reset the budget."""
+    try:
+        tally = Tally(**json.loads(text))
+        counts = [*tally.answers.values(), *tally.refused.values()]
+        if not all(type(n) is int and n >= 0 for n in counts) or not math.isfinite(tally.spent) or tally.spent < 0:
+            raise ValueError("its counts make no sense")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PolicyError(f"{where}: the client's ledger is damaged ({error}); bring it back from a backup") from None
+    return tally
+
+
+def own_secret(path: Path) -> bytes:
+    """Return 32 random bytes, created once and stored in a private file."""
+    with written_to(path, ADVICE):
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_private(path, secrets.token_hex(32).encode() + b"\n")
+        found = path.read_bytes().strip()
+    try:
+        known = bytes.fromhex(found.decode("ascii"))
+    except ValueError:
+        known = b""
+    if len(known) != 32:
+        raise PolicyError(f"{path}: is damaged; bring it back from a backup")
+    return known
+
+
+def seed_of(secret: bytes, run: str) -> Secret:
+    """Return the secret seed of one run."""
+    return Secret(int.from_bytes(blake2b(run.encode(), key=secret, digest_size=32).digest(), "big"))
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file atomically, readable only by this user."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with written_to(path, ADVICE):
+        try:
+            with open(os.open(aside, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise

@@ -1,1 +1,0 @@
-"""What computes the same as `step.py`, faster."""

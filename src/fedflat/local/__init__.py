@@ -1,0 +1,26 @@
+"""Local training: the ingredients of a step, its reference implementation, and faster kernels for it."""
+
+from fedflat.local.kernels import definition_only
+from fedflat.local.kernels.rows import can_share, group_size, train_together
+from fedflat.local.rule import Ascent, Batch, Descent, LocalRule, Loss, Outcome, Term, Vectors
+from fedflat.local.slope import Pass, Slope
+from fedflat.local.step import corrected, train
+
+__all__ = [
+    "Ascent",
+    "Batch",
+    "Descent",
+    "LocalRule",
+    "Loss",
+    "Outcome",
+    "Pass",
+    "Slope",
+    "Term",
+    "Vectors",
+    "can_share",
+    "corrected",
+    "definition_only",
+    "group_size",
+    "train",
+    "train_together",
+]

@@ -1,0 +1,89 @@
+"""Kernels: faster implementations of the computation in `step.py`.
+
+A kernel's `fits` tells for which clients it computes the same result as the definition in `step.py`. `choose` selects
+the kernels once per client, when the first batch shows the type of the labels. A kernel can replace one of four
+computations:
+
+    step       the whole step                          linear.ChainStep, sgd.DirectStep
+    gradient   ∇loss at the current weights            linear.ChainGradient
+    head       a pass that perturbs only the head      head.HeadPass
+    update     v ← β v + g and w ← w − η v             sgd.FusedUpdate
+
+In addition, `rows.py` trains several clients at once. `definition_only()` disables all kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from fedflat.local.kernels.head import HeadPass
+from fedflat.local.kernels.linear import ChainGradient, ChainStep
+from fedflat.local.kernels.sgd import DirectStep, FusedUpdate
+from fedflat.local.rule import LocalRule, Loss
+from fedflat.models import Network
+
+_ENABLED: ContextVar[bool] = ContextVar("kernels", default=True)
+
+
+class Kernel(Protocol):
+    """The interface of the kernels for one client: a test whether it applies, and a constructor."""
+
+    def __init__(self, network: Network, rule: LocalRule) -> None: ...
+
+    @classmethod
+    def fits(cls, network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> bool:
+        """Return whether the kernel gives the same result as the definition for this client.
+
+        `labels` are the labels of the client's first batch.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one client's round; None means that the definition is used."""
+
+    step: ChainStep | DirectStep | None = None
+    gradient: ChainGradient | None = None
+    head: HeadPass | None = None
+    update: FusedUpdate | None = None
+
+
+K = TypeVar("K", bound=Kernel)
+
+
+def choose(network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> Kernels:
+    """Return the fastest applicable kernels for a client."""
+    if not enabled():
+        return Kernels()
+
+    def fitting(kernel: type[K]) -> K | None:
+        return kernel(network, rule) if kernel.fits(network, rule, loss, labels) else None
+
+    if step := fitting(ChainStep) or fitting(DirectStep):
+        return Kernels(step=step)  # a whole step needs no other kernel
+    return Kernels(gradient=fitting(ChainGradient), head=fitting(HeadPass), update=fitting(FusedUpdate))
+
+
+def enabled() -> bool:
+    """Return whether kernels are enabled."""
+    return _ENABLED.get()
+
+
+@contextmanager
+def definition_only() -> Iterator[None]:
+    """Disable all kernels in this context, so that clients train with the definition in `step.py`.
+
+    The setting is local to this process and does not reach the workers of a pool.
+    """
+    token = _ENABLED.set(False)
+    try:
+        yield
+    finally:
+        _ENABLED.reset(token)

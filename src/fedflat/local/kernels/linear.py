@@ -1,0 +1,184 @@
+"""Hand-written gradient of a chain of linear layers, for small layers where the overhead of autograd dominates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedflat.local.rule import LocalRule, Loss
+from fedflat.models import Network
+
+if TYPE_CHECKING:
+    from fedflat.local.slope import Slope
+
+aten = torch.ops.aten
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MEAN, IGNORED = 1, -100  # the defaults of torch's cross-entropy
+
+
+class Chain:
+    """Linear layers with ReLU between them under the mean cross-entropy, one sample in each row of h and z:
+
+        h₀ = x                              z_l = h_{l−1} W_lᵀ + b_l          h_l = max(z_l, 0)
+        δ_L = (softmax(z_L) − y) / n        δ_{l−1} = δ_l W_l ⊙ [h_{l−1} > 0]
+        ∇W_l = δ_lᵀ h_{l−1}                 ∇b_l = Σ δ_l
+
+    Every ∇ is written directly to its place in a flat gradient, by the same torch kernels that autograd calls.
+    """
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        pairs = [(layer.weight, layer.bias) for layer in layers]
+        self._layers = [(weight.detach(), None if bias is None else bias.detach()) for weight, bias in pairs]
+        self._sizes = [tensor.numel() for pair in self._layers for tensor in pair if tensor is not None]
+        self._size = sum(self._sizes)
+        self._one = torch.ones_like(self._layers[0][0][0, 0])
+
+    def rows(self, weights: Tensor) -> Rows:
+        """Return the same chain for several clients, whose weights are the rows of a matrix."""
+        return Rows([(weight.shape, bias is not None) for weight, bias in self._layers], weights)
+
+    @classmethod
+    def of(cls, network: Network) -> Chain | None:
+        """Return the network as a chain, or None if it has other, shared or frozen layers, hooks or autocast."""
+        module = network.module
+        layers = list(module) if type(module) is nn.Sequential else []
+        if layers and type(layers[0]) is nn.Flatten and (layers[0].start_dim, layers[0].end_dim) == (1, -1):
+            layers = layers[1:]
+        linear = [layer for layer in layers[::2] if type(layer) is nn.Linear]
+        between = [layer for layer in layers[1::2] if type(layer) is nn.ReLU]
+        if len(linear) != len(between) + 1 or len(linear) + len(between) != len(layers):
+            return None
+        hooked = any(getattr(m, kind) for m in module.modules() for kind in HOOKS)
+        shared = sum(len(list(layer.parameters())) for layer in linear) != len(list(module.parameters()))
+        return None if network.base or hooked or shared or network.autocast else cls(linear)
+
+    def gradient(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean cross-entropy of a batch and its gradient as a new flat vector."""
+        loss, slopes = self._backward(inputs, labels)
+        flat = self._one.new_empty(self._size)
+        places = iter(flat.split(self._sizes))
+        for (weight, bias), (delta, h) in zip(self._layers, slopes, strict=True):
+            torch.mm(delta.t(), h, out=next(places).view(weight.shape))
+            if bias is not None:
+                torch.sum(delta, 0, out=next(places))
+        return loss, flat
+
+    def descend(self, inputs: Tensor, labels: Tensor, lr: float, decay: float) -> Tensor:
+        """Take the step w ← w − η (∇ + decay · w) without storing ∇, and return the mean cross-entropy of the batch."""
+        loss, slopes = self._backward(inputs, labels)
+        ones = self._one.expand(len(labels))
+        for (weight, bias), (delta, h) in zip(self._layers, slopes, strict=True):
+            weight.addmm_(delta.t(), h, beta=1 - lr * decay, alpha=-lr)
+            if bias is not None:
+                bias.addmv_(delta.t(), ones, beta=1 - lr * decay, alpha=-lr)
+        return loss
+
+    def _backward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return the loss and (δ_l, h_{l−1}) of each layer."""
+        entered: list[Tensor] = []
+        out = inputs.flatten(1)
+        for weight, bias in self._layers:
+            if entered:
+                out = out.relu_()
+            entered.append(out)
+            out = torch.mm(out, weight.t()) if bias is None else torch.addmm(bias, out, weight.t())
+        log_p = torch.log_softmax(out, 1)
+        loss, total = aten.nll_loss_forward.default(log_p, labels, None, MEAN, IGNORED)
+        slope = aten.nll_loss_backward.default(self._one, log_p, labels, None, MEAN, IGNORED, total)
+        deltas = [aten._log_softmax_backward_data.default(slope, log_p, 1, log_p.dtype)]
+        for (weight, _), h in zip(self._layers[:0:-1], entered[:0:-1], strict=True):
+            deltas.append(aten.threshold_backward.default(torch.mm(deltas[-1], weight), h, 0))
+        return loss, list(zip(reversed(deltas), entered, strict=True))
+
+
+class ChainGradient:
+    """Computes the gradient of the cross-entropy of a chain; rules with loss terms use autograd."""
+
+    def __init__(self, network: Network, rule: LocalRule) -> None:
+        chain = Chain.of(network)
+        assert chain is not None
+        self._chain = chain
+
+    @classmethod
+    def fits(cls, network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> bool:
+        classes = loss is F.cross_entropy and not labels.is_floating_point()
+        return classes and not rule.terms and Chain.of(network) is not None
+
+    def __call__(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return self._chain.gradient(inputs, labels)
+
+
+class ChainStep:
+    """Computes the whole step of a chain for rules whose step is exactly w ← w − η (∇loss + decay · w)."""
+
+    def __init__(self, network: Network, rule: LocalRule) -> None:
+        chain = Chain.of(network)
+        assert chain is not None
+        self._chain, self._rule, self._decay = chain, rule, rule.decay + rule.weight_decay
+
+    @classmethod
+    def fits(cls, network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> bool:
+        return rule.plain and ChainGradient.fits(network, rule, loss, labels)
+
+    def __call__(self, slope: Slope, velocity: Tensor | None, k: int) -> None:
+        slope.note_loss(self._chain.descend(*slope.batch, self._rule.lr_at(k), self._decay))
+
+
+class Rows:
+    """`Chain` for several clients at once: W, b, h, z and δ have the client as an additional first dimension.
+
+    `shares` are the weights of the samples in their client's mean: 1/n, or 0 for padding.
+    """
+
+    def __init__(self, layers: Sequence[tuple[torch.Size, bool]], weights: Tensor) -> None:
+        self._shapes, self._weights = layers, weights
+        self._layers = _views(layers, weights)
+
+    def gradient(self, inputs: Tensor, labels: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each client and the gradients as the rows of a new matrix."""
+        losses, slopes = self._backward(inputs, labels, shares)
+        flat = torch.empty_like(self._weights)
+        for (weight, bias), (delta, h) in zip(_views(self._shapes, flat), slopes, strict=True):
+            torch.bmm(delta.mT, h, out=weight)
+            if bias is not None:
+                torch.sum(delta, 1, out=bias)
+        return losses, flat
+
+    def descend(self, inputs: Tensor, labels: Tensor, shares: Tensor, lr: float, decay: float) -> Tensor:
+        """Take the step w ← w − η (∇ + decay · w) in every row, and return the loss of each client."""
+        losses, slopes = self._backward(inputs, labels, shares)
+        for (weight, bias), (delta, h) in zip(self._layers, slopes, strict=True):
+            weight.baddbmm_(delta.mT, h, beta=1 - lr * decay, alpha=-lr)
+            if bias is not None:
+                bias.mul_(1 - lr * decay).sub_(delta.sum(1), alpha=lr)
+        return losses
+
+    def _backward(self, inputs: Tensor, labels: Tensor, shares: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        entered: list[Tensor] = []
+        out = inputs.flatten(2)
+        for weight, bias in self._layers:
+            if entered:
+                out = out.relu_()
+            entered.append(out)
+            out = torch.bmm(out, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), out, weight.mT)
+        log_p, chosen, shares = torch.log_softmax(out, 2), labels.unsqueeze(2), shares.unsqueeze(2)
+        losses = -(log_p.gather(2, chosen) * shares).sum((1, 2))
+        deltas = [log_p.exp().mul_(shares).scatter_add_(2, chosen, -shares)]
+        for (weight, _), h in zip(self._layers[:0:-1], entered[:0:-1], strict=True):
+            deltas.append(aten.threshold_backward.default(torch.bmm(deltas[-1], weight), h, 0))
+        return losses, list(zip(reversed(deltas), entered, strict=True))
+
+
+def _views(layers: Sequence[tuple[torch.Size, bool]], rows: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+    """Return views of W and b of each layer in a matrix whose rows are flat weights."""
+    views, end = list[tuple[Tensor, Tensor | None]](), 0
+    for shape, bias in layers:
+        start, end = end, end + shape.numel()
+        weight = rows[:, start:end].unflatten(1, shape)
+        start, end = end, end + bias * shape[0]
+        views.append((weight, rows[:, start:end] if bias else None))
+    return views

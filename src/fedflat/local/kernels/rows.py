@@ -1,0 +1,202 @@
+"""Training of several clients at once, for small models where the overhead of calling torch dominates.
+
+The clients' weights are the rows of one matrix, and their gradients are computed in one vectorised call. Shorter
+batches are padded and masked, and the weights of a client that has finished its steps stay constant. The step is the
+one in `step.py`: its formulas reduce over the last dimension, so they apply to a vector and to each row of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from fedflat.local.kernels import enabled
+from fedflat.local.kernels.head import draws_masks
+from fedflat.local.kernels.linear import Chain
+from fedflat.local.kernels.sgd import FusedUpdate
+from fedflat.local.rule import SAMPLED, LocalRule, Loss, Outcome, Vectors
+from fedflat.local.step import step
+from fedflat.local.watcher import Watcher
+from fedflat.models import Layout, Network
+
+# Largest number of parameters and number of clients per group, measured by benchmarks/grouping.py.
+SMALL_CHAIN, SMALL, TOGETHER, FEWEST = 100_000, 30_000, 16, 4
+# Not measured: on an accelerator, medium-sized models also profit from several clients at once.
+SMALL_ACCELERATED = 5_000_000
+RowBatch = tuple[Tensor, Tensor, Tensor]  # inputs, labels and shares of every row
+ALIKE = ("lr", "momentum", "nesterov", "weight_decay", "clip", "clip_mode", "scale", "decay", "spring")
+
+
+def group_size(network: Network, cohort: int) -> int:
+    """Return how many clients train together: up to 16 for a small model, but at least four groups; otherwise one.
+
+    On a CPU, convolutions with different weights for every client are slow, so these models train one by one.
+
+    >>> small, large = Network(nn.Sequential(nn.Linear(64, 10))), Network(nn.Sequential(nn.Linear(1000, 1000)))
+    >>> group_size(small, 100), group_size(small, 10), group_size(large, 100)
+    (16, 1, 1)
+    """
+    size = sum(parameter.numel() for parameter in network.module.parameters())  # frozen parameters count too
+    if network.weights.device.type != "cpu":
+        return min(TOGETHER, cohort) if size <= SMALL_ACCELERATED else 1
+    convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in network.module.modules())
+    small = size <= (SMALL_CHAIN if Chain.of(network) else 0 if convolves else SMALL)
+    together = min(TOGETHER, cohort // 4)
+    return together if small and together >= FEWEST else 1
+
+
+def can_share(network: Network, rules: Sequence[LocalRule], loss: Loss, labels: Tensor) -> bool:
+    """Return whether these clients can train together.
+
+    Their rules must have the same kind of step, without loss terms or anything else that reads a forward pass. The
+    loss must be the cross-entropy, and the labels must be class indices.
+
+    Args:
+        network: the network that all clients share.
+        rules: the rule of each client.
+        loss: the loss of a batch.
+        labels: labels of the data; only their type matters.
+    """
+    if not enabled() or loss is not F.cross_entropy or labels.is_floating_point():
+        return False
+    first = rules[0]
+    plain = not first.terms and not first.pairs and first.frozen is None and first.lr_floor == 1.0
+    plain = plain and first.descent is None
+    rows = first.ascent is None or getattr(first.ascent, "rows", False)
+    still = not network.buffers.numel() and not network.autocast and not draws_masks(network)
+    return plain and rows and still and all(getattr(r, name) == getattr(first, name) for r in rules for name in ALIKE)
+
+
+def train_together(
+    network: Network, start: Tensor, rules: Sequence[LocalRule], batches: Iterable[RowBatch]
+) -> list[Outcome]:
+    """Train several clients from `start` with the cross-entropy, one step of all clients at a time.
+
+    Args:
+        network: the network that all clients share.
+        start: the initial weights of all clients.
+        rules: the rule of each client; `can_share` must be true for them.
+        batches: inputs, labels and sample weights of every step, with the client as the first dimension.
+
+    Returns:
+        One outcome per client, in the order of `rules`.
+    """
+    network.module.train()
+    rule, weights = _stacked(rules), start.repeat(len(rules), 1)
+    velocity = torch.zeros_like(weights) if rule.momentum else None
+    carry, losses, looks = dict(rule.carry), weights.new_zeros(len(rules)), weights.new_zeros(len(rules))
+    slope, update = RowSlope(network, weights), FusedUpdate(network, rule)
+    at_once = slope.chain if rule.plain else None
+    watchers = [Watcher(network, r, F.cross_entropy) for r in rules] if rule.watched else []
+    for k, batch in enumerate(batches):
+        slope.at(batch)
+        _watch(watchers, network, weights, batch)
+        with _standing_still(slope.done, weights, carry):
+            if at_once:
+                slope.loss = at_once.descend(*batch, rule.lr, rule.decay + rule.weight_decay)
+            else:
+                gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)  # type: ignore[arg-type]
+                slope.look_at_w(k)
+                step(weights, gradient, velocity, rule, update=update)
+        if slope.loss is not None:
+            losses += slope.loss
+            looks += 1.0 if slope.done is None else (~slope.done).to(looks)
+    return [
+        Outcome(
+            weights[i] - start,
+            float(losses[i] / looks[i]),
+            r,
+            {n: v[i] for n, v in carry.items()},
+            watchers[i].means() if watchers else {},
+        )
+        for i, r in enumerate(rules)
+    ]
+
+
+def _watch(watchers: Sequence[Watcher], network: Network, weights: Tensor, batch: RowBatch) -> None:
+    """Evaluate the watched terms of each client at its row, on the samples that are not padding."""
+    for watcher, row, inputs, labels, shares in zip(watchers, weights, *batch, strict=False):
+        own = shares > 0
+        if bool(own.any()):
+            network.load(row)
+            watcher.look((inputs[own], labels[own]))
+
+
+def _stacked(rules: Sequence[LocalRule]) -> LocalRule:
+    """Return one rule for all rows, with the pull and the carry of the clients stacked as matrices."""
+    first = rules[0]
+    pull = None if first.pull is None else torch.stack([r.pull for r in rules if r.pull is not None])
+    carry = {name: torch.stack([r.carry[name] for r in rules]) for name in first.carry}
+    return replace(first, pull=pull, carry=carry)
+
+
+@contextmanager
+def _standing_still(done: Tensor | None, weights: Tensor, carry: Vectors) -> Iterator[None]:
+    """Restore the rows of finished clients on exit."""
+    kept = None if done is None else [(x, x[done].clone()) for x in (weights, *carry.values())]
+    yield
+    for x, rows in kept or ():
+        x[done] = rows
+
+
+class RowSlope:
+    """The `Slope` of a group: ∇ loss of every row on its own batch."""
+
+    def __init__(self, network: Network, weights: Tensor) -> None:
+        self.weights = weights
+        chain = Chain.of(network)
+        self.chain = chain.rows(weights) if chain else None
+        self._vectorised = _row_gradient(network.module, network.layout)
+        self._home = torch.empty_like(weights)
+
+    def at(self, batch: RowBatch) -> None:
+        """Set the current batches."""
+        self._batch = batch
+        done = batch[2][:, 0] == 0
+        self.done = done if bool(done.any()) else None
+        self.loss: Tensor | None = None  # of every row at w; undefined for finished rows
+
+    def look_at_w(self, k: int) -> None:
+        """Record the loss at w every few steps, if the step took no gradient there."""
+        if k % SAMPLED == 0 and self.loss is None:
+            self()
+
+    def __call__(self, direction: Tensor | None = None, length: Tensor | None = None) -> Tensor:
+        """Return the gradients at w + ε of all rows, like `Slope` for one client."""
+        if direction is not None:
+            self._home.copy_(self.weights)
+            self.weights.add_(direction if length is None else direction * length)
+        if self.chain:
+            loss, gradients = self.chain.gradient(*self._batch)
+        else:
+            gradients, loss = self._vectorised(self.weights, *self._batch)
+        if direction is not None:
+            self.weights.copy_(self._home)
+        if direction is None and self.loss is None:
+            self.loss = loss
+        return gradients
+
+
+def _row_gradient(module: nn.Module, layout: Layout) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a vectorised function from (weights, inputs, labels, shares) of all rows to gradients and losses."""
+
+    def loss(parameters: Any, inputs: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+        logits = functional_call(module, parameters, (inputs,))
+        return (F.cross_entropy(logits, labels, reduction="none") * shares).sum()
+
+    vectorised = vmap(grad_and_value(loss))
+
+    def gradients(weights: Tensor, inputs: Tensor, labels: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        rows = len(weights)
+        views = {name: weights[:, span].view(rows, *layout.shapes[name]) for name, span in layout.slices.items()}
+        slopes, losses = vectorised(views, inputs, labels, shares)
+        return torch.cat([slopes[name].reshape(rows, -1) for name in layout.shapes], dim=1), losses
+
+    return gradients

@@ -1,0 +1,30 @@
+"""Methods: parts, chains of parts, and the catalogue of published methods."""
+
+from fedflat.methods.catalogue import CATALOGUE
+from fedflat.methods.chain import Method
+from fedflat.methods.parser import Written, explain, parse, spell
+from fedflat.methods.part import Part, RobustAverage, ServerView, Wrapper, option
+from fedflat.methods.parts import ActiveModel, AllModels, CentralPrivacy, MetaStep, Privacy
+from fedflat.methods.uploads import Upload, Uploads, collect
+
+__all__ = [
+    "CATALOGUE",
+    "ActiveModel",
+    "AllModels",
+    "CentralPrivacy",
+    "MetaStep",
+    "Method",
+    "Part",
+    "Privacy",
+    "RobustAverage",
+    "ServerView",
+    "Upload",
+    "Uploads",
+    "Wrapper",
+    "Written",
+    "collect",
+    "explain",
+    "option",
+    "parse",
+    "spell",
+]

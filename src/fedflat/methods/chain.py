@@ -1,0 +1,182 @@
+"""A method: a chain of parts, each with its own namespace for vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from torch import Tensor
+
+from fedflat.local import LocalRule, Outcome, Vectors
+from fedflat.methods.contract import check_declared
+from fedflat.methods.link import Link, links_of
+from fedflat.methods.observe import Findings, observed
+from fedflat.methods.part import Part, RobustAverage, ServerView
+from fedflat.methods.trial import Claims, claims, noted
+from fedflat.methods.uploads import RobustUploads, Sealed, Upload, Uploads
+
+STAGES = ("client", "server", "evaluation")
+
+
+class Method:
+    """A chain of parts. Methods and parts can be added: `FEDDYN + ActivationNorm(0.15)`.
+
+    Each part receives the result of the part before it. Parts merge in the order of their stages, and within a stage in
+    the order written. A part that replaces the average comes first, and one that protects uploads reports last.
+
+    The constructor runs the chain once on a small example (`observe.py`) and raises an error if two parts would
+    overwrite each other.
+
+    Args:
+        parts: the parts, in order.
+
+    Raises:
+        RecipeError: an argument is not a valid part, or two parts do not fit together.
+
+    >>> from fedflat.methods.parts import Ascent, DynamicDual
+    >>> method = Method(DynamicDual(0.1)) + Ascent(0.1)
+    >>> method.memory, method.state
+    (('drift',), ('mean_drift',))
+    >>> method + Ascent(0.2)
+    Traceback (most recent call last):
+      ...
+    fedflat.errors.RecipeError: method: Ascent and Ascent both set the ascent; a method can have only one
+    """
+
+    def __init__(self, *parts: Part) -> None:
+        for part in parts:
+            check_declared(part)
+        ordered = sorted(parts, key=lambda part: (part.protects == "upload", STAGES.index(part.stage)))
+        self._links, self._found = observed(links_of(ordered))
+        self.parts = tuple(link.part for link in self._links)
+
+    @property
+    def found(self) -> Findings:
+        """The findings of the run on the small example: what the parts send, upload and read."""
+        return self._found
+
+    def _all(self) -> Iterator[Link]:
+        """Yield the links of all parts, a wrapped part before its wrapper."""
+        for link in self._links:
+            yield from link.inside_out()
+
+    @cached_property
+    def memory(self) -> tuple[str, ...]:
+        """Names of the vectors that each client keeps between rounds."""
+        return tuple(name for link in self._all() for name in link.memory.values())
+
+    @cached_property
+    def state(self) -> tuple[str, ...]:
+        """Names of the vectors that the server keeps between rounds."""
+        return tuple(name for link in self._all() for name in link.state.values())
+
+    @property
+    def uploads(self) -> tuple[str, ...]:
+        """Names of the vectors of size d that clients upload in addition to Δ."""
+        return tuple(name for name, size in self._found.uploads.items() if size is None)
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """Names and lengths of the other, smaller vectors that clients upload."""
+        return {name: size for name, size in self._found.uploads.items() if size is not None}
+
+    @cached_property
+    def notes(self) -> frozenset[str]:
+        """Names of the metrics that clients record, with * for the layers of a network."""
+        return noted(self)
+
+    def claims(self, rule: LocalRule) -> Claims:
+        """Return the steps, learning rate and figures that a client with this rule must report."""
+        return claims(self, rule)
+
+    @property
+    def protection(self) -> Part | None:
+        """The part that protects the clients' updates."""
+        return next((part for part in self.parts if part.protects), None)
+
+    @property
+    def quorum(self) -> int:
+        """The smallest number of uploads from which the average can be computed."""
+        return next((part.quorum for part in self.parts if isinstance(part, RobustAverage)), 1)
+
+    @property
+    def only_averages(self) -> bool:
+        """Whether the server uses only the average of the clients' Δ."""
+        return self._found.only_averages
+
+    @property
+    def always_moves(self) -> bool:
+        """Whether the model changes even in a round without uploads, which hides that there were none."""
+        return self.protection is not None and self.protection.protects == "average"
+
+    def __add__(self, other: Method | Part) -> Method:
+        return Method(*self.parts, *(other.parts if isinstance(other, Method) else (other,)))
+
+    def __repr__(self) -> str:
+        return f"Method({', '.join(map(repr, self.parts))})"
+
+    def first_state(self, weights: Tensor) -> Vectors:
+        """Return the server's state before round 0."""
+        return {n: v for link in self._all() for n, v in link.state.close(link.part.first_state(weights)).items()}
+
+    def first_memory(self, initial: Tensor) -> Vectors:
+        """Return a client's memory before its first round."""
+        return {n: v for link in self._all() for n, v in link.memory.close(link.part.first_memory(initial)).items()}
+
+    def evaluated(self, server: ServerView) -> Tensor:
+        """Return the weights to evaluate."""
+        for link in self._all():
+            weights = link.part.evaluated(link.view(server))
+            if weights is not None:
+                return weights
+        return server.weights
+
+    def broadcast(self, server: ServerView) -> Vectors:
+        """Return everything that the server sends: the initial weights of the round and the vectors of the parts."""
+        sent: Vectors = {}
+        for link in self._all():
+            own = link.part.broadcast(link.view(server))
+            server = replace(server, start=own.get("weights", server.start))
+            sent |= link.sent.close({name: vector for name, vector in own.items() if name != "weights"})
+        return {"weights": server.start, **sent}
+
+    def plan(self, rule: LocalRule, sent: Vectors, memory: Mapping[str, Tensor]) -> LocalRule:
+        """Return the rule of one client's round."""
+        for link in self._links:
+            rule = link.plan(rule, sent, memory)
+        return rule
+
+    def report(
+        self, upload: Upload, sent: Vectors, memory: Mapping[str, Tensor], outcome: Outcome
+    ) -> tuple[Upload, Vectors]:
+        """Return the upload of one client and its new memory."""
+        kept: Vectors = {}
+        beside: Vectors = {}
+        for link in self._all():
+            upload, mine = link.part.report(
+                replace(upload, vectors={}), link.received(sent), link.memory.open(memory), outcome
+            )
+            kept |= link.memory.close(mine)
+            beside |= link.uploads.close(upload.vectors)
+        return replace(upload, vectors=beside), {**memory, **kept}
+
+    def guarded(self, server: ServerView, uploads: Uploads) -> Uploads:
+        """Return the uploads; if the method has a robust average, it computes their sums."""
+        link = next((link for link in self._links if isinstance(link.part, RobustAverage)), None)
+        if link is None or not len(uploads) or isinstance(uploads, RobustUploads):
+            return uploads
+        part, view = link.part, link.view(server)
+        assert isinstance(part, RobustAverage)
+        return RobustUploads(uploads, lambda rows, name: part.locate(rows, view, name))
+
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        """Return the server's move, given the average of the clients' Δ, and the new state."""
+        state, uploads = dict(server.vectors), self.guarded(server, uploads)
+        for link in self._all():
+            # On the example no part reads protected uploads, but one could do so in a later round.
+            sealed = self.always_moves and link.part is not self.protection
+            seen = Sealed(type(self.protection).__name__) if sealed else link.seen(uploads)
+            move, mine = link.part.merge(move, link.view(server), seen)
+            state |= link.state.close(mine)
+        return move, state

@@ -1,0 +1,78 @@
+"""The parts: one class for each idea of the papers. A method is a chain of parts."""
+
+from fedflat.methods.parts.ascent import AdaptiveAscent, Ascent, InterpolatedAscent, LookbackAscent
+from fedflat.methods.parts.consensus import ConsensusAscent, PrintedConsensus
+from fedflat.methods.parts.descent import LocalAdamW, LocalMuon
+from fedflat.methods.parts.local_work import FallingRate, FrozenHead, MetaStep
+from fedflat.methods.parts.protection import CentralPrivacy, LocalPrivacy, Privacy
+from fedflat.methods.parts.proximal import AblatedAscent, ProximalAscent
+from fedflat.methods.parts.pulls import ClientMomentum, ControlVariates, DynamicDual, Proximal
+from fedflat.methods.parts.robust import (
+    Bucketing,
+    CentredClipping,
+    GeometricMedian,
+    Krum,
+    NormBound,
+    TrimmedMean,
+)
+from fedflat.methods.parts.server_step import (
+    ActiveModel,
+    AdaptiveServer,
+    AllModels,
+    NormalisedAveraging,
+    ServerAscent,
+    ServerMomentum,
+    ServerStep,
+    WeightAveraging,
+)
+from fedflat.methods.parts.terms import (
+    ActivationNorm,
+    Distillation,
+    ModelContrast,
+    MovingTeacher,
+    NotTrueDistillation,
+    TopEigenvalue,
+)
+
+__all__ = [
+    "AblatedAscent",
+    "ActivationNorm",
+    "ActiveModel",
+    "AdaptiveAscent",
+    "AdaptiveServer",
+    "AllModels",
+    "Ascent",
+    "Bucketing",
+    "CentralPrivacy",
+    "CentredClipping",
+    "ClientMomentum",
+    "ConsensusAscent",
+    "ControlVariates",
+    "Distillation",
+    "DynamicDual",
+    "FallingRate",
+    "FrozenHead",
+    "GeometricMedian",
+    "InterpolatedAscent",
+    "Krum",
+    "LocalAdamW",
+    "LocalMuon",
+    "LocalPrivacy",
+    "LookbackAscent",
+    "MetaStep",
+    "ModelContrast",
+    "MovingTeacher",
+    "NormBound",
+    "NormalisedAveraging",
+    "NotTrueDistillation",
+    "PrintedConsensus",
+    "Privacy",
+    "Proximal",
+    "ProximalAscent",
+    "ServerAscent",
+    "ServerMomentum",
+    "ServerStep",
+    "TopEigenvalue",
+    "TrimmedMean",
+    "WeightAveraging",
+]

@@ -1,0 +1,220 @@
+"""The uploads of the clients in a round, and sums over them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from fedflat.errors import RecipeError
+from fedflat.local import Vectors
+
+Weighting = Literal["uniform", "samples"]
+
+
+@dataclass(frozen=True)
+class Upload:
+    """The upload of one client.
+
+    `steps` is K, and `lr` is the mean learning rate of the K steps.
+    """
+
+    client: int
+    samples: int
+    steps: int
+    lr: float
+    loss: float
+    delta: Tensor
+    vectors: Vectors = field(default_factory=dict)
+    notes: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def norm(self) -> float:
+        """‖Δ‖, which is not finite if any entry of Δ is not."""
+        return float(torch.linalg.vector_norm(self.delta))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.delta if name == "delta" else self.vectors[name]
+
+    def update(self, delta: Tensor | None = None, **vectors: Tensor) -> Upload:
+        """Return the upload with another Δ, or with additional vectors."""
+        return replace(self, delta=self.delta if delta is None else delta, vectors={**self.vectors, **vectors})
+
+
+class Uploads(Sequence[Upload]):
+    """The uploads of a round, in the order in which they are summed. `weights` are the weights of the average."""
+
+    def __init__(self, uploads: Sequence[Upload], weights: Sequence[float], delta: Tensor) -> None:
+        self._uploads, self.weights, self._delta = list(uploads), list(weights), delta
+
+    def __len__(self) -> int:
+        return len(self._uploads)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._uploads[index]
+
+    def __iter__(self) -> Iterator[Upload]:
+        return iter(self._uploads)
+
+    def sum(self, name: str, weights: Sequence[float] | None = None) -> Tensor:
+        """Return Σᵢ pᵢ xᵢ over the uploads, with pᵢ = 1 unless weights are given."""
+        total = torch.zeros_like(self._uploads[0][name])
+        for upload, weight in zip(self._uploads, weights or [1.0] * len(self), strict=True):
+            total.add_(upload[name], alpha=weight)
+        return total
+
+    def average(self, name: str) -> Tensor:
+        """Return Σᵢ pᵢ xᵢ with the recipe's weights, uniform or by samples."""
+        return self._delta if name == "delta" else self.sum(name, self.weights)
+
+    @property
+    def paces(self) -> list[float]:
+        """K η of each client: its steps times its learning rate, which the server knows from the recipe."""
+        return [upload.steps * upload.lr for upload in self._uploads]
+
+    def named(self, names: dict[str, str]) -> Uploads:
+        """Return the uploads as one part sees them: Δ, and the part's vectors by its own names."""
+        own = []
+        for upload in self._uploads:
+            own.append(replace(upload, vectors={name: upload.vectors[key] for name, key in names.items()}))
+            vars(own[-1]).update({"norm": upload.norm} if "norm" in vars(upload) else {})
+        return Uploads(own, self.weights, self._delta)
+
+
+class RobustUploads(Uploads):
+    """Uploads with robust sums and averages: of Δ, of all other uploaded vectors, and of buffers.
+
+    With loc the robust average of n vectors,  average(x) = loc(x₁ … xₙ)  and  Σᵢ pᵢ xᵢ = n · loc(p₁ x₁ … pₙ xₙ).
+    All clients have the same weight, so that a client cannot gain influence by claiming many samples.
+    """
+
+    def __init__(self, uploads: Uploads, locate: Callable[[list[Tensor], str], Tensor]) -> None:
+        count = len(uploads)
+        self._plain, self._locate = uploads, locate
+        super().__init__([*uploads], [1 / count] * count, locate([upload.delta for upload in uploads], "delta"))
+
+    def sum(self, name: str, weights: Sequence[float] | None = None) -> Tensor:
+        if weights is None:
+            return len(self) * self.average(name)
+        rows = [upload[name] * weight for upload, weight in zip(self, weights, strict=True)]
+        return len(self) * self._locate(rows, "")
+
+    def average(self, name: str) -> Tensor:
+        return self._delta if name == "delta" else self._locate([upload[name] for upload in self], name)
+
+    def named(self, names: dict[str, str]) -> Uploads:
+        own = object.__new__(RobustUploads)
+        plain = self._plain.named(names)
+        own._plain, own._locate, own._delta = plain, self._locate, self._delta
+        own._uploads, own.weights = [*plain], self.weights
+        return own
+
+
+class Sums(Uploads):
+    """Uploads for a part that needs only sums: reading a single upload raises an error."""
+
+    def __init__(self, uploads: Uploads) -> None:
+        self._all = uploads
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def sum(self, name: str, weights: Sequence[float] | None = None) -> Tensor:
+        return self._all.sum(name) if weights is None else self._single()
+
+    def average(self, name: str) -> Tensor:
+        return self._all.average(name)
+
+    def _single(self, *_: Any) -> NoReturn:
+        raise RecipeError('its merge looks at single uploads; declare `sees = "each"` in its class')
+
+    __iter__ = __getitem__ = _single
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._single()
+
+
+class Sealed(Uploads):
+    """Uploads for the other parts of a method with a private average: any access raises an error."""
+
+    def __init__(self, guard: str) -> None:
+        self._guard = guard
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RecipeError(f"method: a part looks at the updates, which {self._guard} protects; leave one of them out")
+
+    __len__ = __iter__ = __getitem__ = _refuse
+    sum = average = _refuse  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse()
+
+
+def collect(
+    arriving: Iterable[Upload],
+    by: Weighting,
+    order: Sequence[int] = (),
+    away: Set[int] = frozenset(),
+    release: Callable[[int], None] | None = None,
+    most: float = math.inf,
+) -> Uploads:
+    """Collect the uploads of a round as they arrive, and average their Δ.
+
+    Sums do not depend on the order of arrival. The Δᵢ are added in order while other clients still train, as soon as
+    all earlier clients have arrived or are `away`.
+
+    Args:
+        arriving: the uploads.
+        by: the weights of the average.
+        order: the clients in the order of summation; by default they are sorted by number.
+        away: clients in `order` that will not upload.
+        release: called with each client whose Δᵢ has been added; with it, the Δᵢ are not kept.
+        most: the largest number of samples with which a client is weighted.
+
+    Returns:
+        The uploads in the order of summation, with their average.
+    """
+    waiting, due, total = dict[int, Upload](), deque(order), _Total(by, release, most)
+    for upload in arriving:
+        waiting[upload.client] = upload
+        while due and (due[0] in waiting or due[0] in away):
+            total.add(waiting.pop(due.popleft(), None))
+    for client in [*due, *sorted(waiting)]:
+        total.add(waiting.pop(client, None))
+    return total.uploads()
+
+
+class _Total:
+    """The running sum of the Δᵢ."""
+
+    def __init__(self, by: Weighting, release: Callable[[int], None] | None, most: float) -> None:
+        self._by, self._release, self._most = by, release, most
+        self._delta = torch.zeros(0)
+        self._taken: list[Upload] = []
+        self._shares: list[int] = []
+
+    def add(self, upload: Upload | None) -> None:
+        if upload is None:
+            return
+        share = (upload.samples if upload.samples <= self._most else int(self._most)) if self._by == "samples" else 1
+        if self._taken:
+            self._delta.add_(upload.delta, alpha=share)
+        else:
+            self._delta = upload.delta * share
+        if self._release:
+            norm, upload = upload.norm, replace(upload, delta=upload.delta.new_empty(0))
+            vars(upload)["norm"] = norm  # the norm of the released Δ
+            self._release(upload.client)
+        self._taken.append(upload)
+        self._shares.append(share)
+
+    def uploads(self) -> Uploads:
+        total = sum(self._shares)
+        self._delta.div_(total or 1)
+        return Uploads(self._taken, [share / total for share in self._shares], self._delta)

@@ -1,0 +1,135 @@
+"""Building blocks of the networks that PyTorch does not have."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def chain(**layers: nn.Module) -> nn.Sequential:
+    """An `nn.Sequential` of named layers."""
+    return nn.Sequential(OrderedDict(layers))
+
+
+class RectifiedPool(nn.Module):
+    """ReLU and max-pool in the cheaper order.
+
+    The two commute, max(relu(x)) = relu(max(x)), also in the gradients. So the pool comes first and the ReLU works on
+    the smaller output. The ReLU comes first only if a forward hook needs the activation before the pool.
+    """
+
+    def __init__(self, size: int, stride: int | None = None, padding: int = 0) -> None:
+        super().__init__()
+        # In place, because convolutions, norms and pools do not need their output for the gradient.
+        self.relu = nn.ReLU(inplace=True)
+        self.pool = nn.MaxPool2d(size, stride, padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.relu._forward_hooks:
+            x = self.relu(x)
+        # After a ReLU this changes nothing, but it gives the pool a gradient in the pool's own memory format.
+        return F.relu_(self.pool(x))
+
+
+class Colour(nn.Module):
+    """Expands a grey image to three equal channels and leaves a colour image unchanged."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
+
+
+class Residual(nn.Module):
+    """The basic block of ResNet-18, relu(branch(x) + shortcut(x))."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.branch = chain(
+            conv1=nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            norm1=norm(outputs),
+            relu=nn.ReLU(),
+            conv2=nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            norm2=norm(outputs),
+        )
+        self.shortcut = nn.Sequential()
+        if inputs != outputs:
+            self.shortcut = chain(conv=nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm=norm(outputs))
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.relu(self.branch(x) + self.shortcut(x))
+        return y
+
+
+class ShiftedPatches(nn.Module):
+    """Shifted patch tokenisation: cuts the image and its four one-pixel shifts into patches, one token for each."""
+
+    SHIFTS = ((0, 0, 0, 0), (1, -1, 0, 0), (-1, 1, 0, 0), (0, 0, 1, -1), (0, 0, -1, 1))
+
+    def __init__(self, channels: int, patch: int, width: int) -> None:
+        super().__init__()
+        inputs = len(self.SHIFTS) * channels * patch**2
+        self.patch = patch
+        self.norm = nn.LayerNorm(inputs)
+        self.linear = nn.Linear(inputs, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = torch.cat([F.pad(x, shift) for shift in self.SHIFTS], dim=1)
+        patches = F.unfold(shifted, self.patch, stride=self.patch).transpose(1, 2)
+        tokens: Tensor = self.linear(self.norm(patches))
+        return tokens
+
+
+class ClassToken(nn.Module):
+    """Prepends a learnt token and adds a learnt position to each token."""
+
+    def __init__(self, patches: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, width))
+        self.position = nn.Parameter(torch.randn(1, patches + 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.token.expand(x.shape[0], -1, -1), x), dim=1) + self.position
+
+
+class LocalAttention(nn.Module):
+    """Locality self-attention: softmax(eᵗ QKᵀ) V with a learnt temperature t. Tokens do not attend to themselves."""
+
+    def __init__(self, width: int, heads: int, head_width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.temperature = nn.Parameter(torch.tensor(-math.log(head_width) / 2))
+        self.qkv = nn.Linear(width, 3 * heads * head_width, bias=False)
+        self.out = nn.Linear(heads * head_width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        itself = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+        scores = (q @ k.transpose(-1, -2) * self.temperature.exp()).masked_fill(itself, -torch.inf)
+        y: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return y
+
+
+class TransformerBlock(nn.Module):
+    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, heads: int, head_width: int, hidden: int) -> None:
+        super().__init__()
+        self.attention = chain(norm=nn.LayerNorm(width), attention=LocalAttention(width, heads, head_width))
+        self.mlp = chain(
+            norm=nn.LayerNorm(width), fc1=nn.Linear(width, hidden), gelu=nn.GELU(), fc2=nn.Linear(hidden, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        y: Tensor = x + self.mlp(x)
+        return y
+
+
+class FirstToken(nn.Module):
+    """Selects the class token, which the head of a transformer reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 0]

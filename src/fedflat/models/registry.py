@@ -1,0 +1,93 @@
+"""Networks by name: those of the papers, and the user's own."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedflat.errors import RecipeError, nearest
+from fedflat.models.networks import Shape, convnet_gn, fedavg_cnn, lenet64, mlp, resnet18, resnet18_gn, sl_vit, vgg11
+from fedflat.trusted import named_class
+
+Builder = Callable[..., nn.Module]
+
+MODELS: dict[str, Builder] = {
+    "fedavg-cnn": fedavg_cnn,
+    "lenet64": lenet64,
+    "convnet-gn": convnet_gn,
+    "resnet18-gn": resnet18_gn,
+    "resnet18": resnet18,
+    "vgg11": vgg11,
+    "sl-vit": sl_vit,
+    "mlp": mlp,
+}
+
+
+def build(name: str, shape: Shape, classes: int, generator: torch.Generator | None = None, **options: Any) -> nn.Module:
+    """Build the network `name` for samples of `shape`.
+
+    Args:
+        name: a key of `MODELS`, or the import path "package.module:Class" of a trusted `nn.Module` (see
+            `fedflat.trust`).
+        shape: the shape of one sample; passed on if the class has a parameter of this name.
+        classes: the number of classes; passed on if the class has a parameter of this name.
+        generator: draws the initial weights; seed 0 without it.
+        options: passed to the class.
+
+    Raises:
+        RecipeError: if the name or an option is unknown, or the class is not trusted.
+
+    >>> build("mlp", shape=(1, 28, 28), classes=10, hidden=(200,))(torch.zeros(5, 1, 28, 28)).shape
+    torch.Size([5, 10])
+    """
+    builder, arguments = construction(name, shape, classes, options)
+    seed = torch.randint(2**62, (), generator=generator or torch.Generator().manual_seed(0))
+    # PyTorch's initialisers draw from the global generator: temporarily seed it with our seed.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(seed))
+        try:
+            model = builder(**arguments)
+        except RecipeError:
+            raise
+        except Exception as error:
+            raise RecipeError(f"model {name} could not be built: {error}") from error
+    return model
+
+
+def construction(name: str, shape: Shape, classes: int, options: dict[str, Any]) -> tuple[Builder, dict[str, Any]]:
+    """Return the callable that builds the network, and its arguments.
+
+    Raises:
+        RecipeError: if the name or an option is unknown, or the class is not trusted.
+    """
+    if {"shape", "classes"} & options.keys():
+        raise RecipeError(f"model {name}: shape and classes follow from the data and cannot be set")
+    if classes < 1:
+        raise RecipeError(f"model: it needs at least one class, not classes = {classes}.")
+    if name not in MODELS and ":" not in name:
+        raise RecipeError(f"model: there is no {name!r}; {nearest(name, MODELS)}")
+    builder = MODELS[name] if name in MODELS else named_class(name, nn.Module, "model.name")
+    return builder, _arguments(name, builder, {"shape": tuple(shape), "classes": classes}, options)
+
+
+def _arguments(name: str, builder: Builder, offered: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options, and those offered arguments that the builder's signature accepts."""
+    try:
+        signature = inspect.signature(builder)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"model {name} is not a Python class or function.") from error
+    parameters = signature.parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for option in options:
+        if option not in parameters and not takes_any:
+            known = parameters.keys() - offered.keys()
+            hint = nearest(option, known) if known else "it has none."
+            raise RecipeError(f"model {name} has no option {option!r}; {hint}")
+    arguments = {key: value for key, value in offered.items() if takes_any or key in parameters} | options
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise RecipeError(f"model {name} cannot be called with the given options: {error}.") from error
+    return arguments

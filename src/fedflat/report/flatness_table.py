@@ -1,0 +1,137 @@
+"""Tables of flatness measures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from fedflat.flatness import Direction, Duality, Landscape, Pairing
+
+
+def flatness_table(rows: Sequence[Mapping[str, Any]], measured: str) -> Table:
+    """The spectrum and trace of each run and, unless the Hessian was federated, its sharpness and norms.
+
+    Args:
+        rows: the flatness record of each run.
+        measured: the title, which says what was measured.
+    """
+    return _side_by_side(measured, {f"{row['run']}\n{bare(row['method'])}": flatness_cells(row) for row in rows})
+
+
+def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """The cells of one run's column, by row name."""
+    spectrum = row["spectrum"]
+    values, residual = spectrum["eigenvalues"], max(spectrum["residuals"])
+    cells = {
+        "λ1": f"{values[0]:.4g}",
+        f"λ1/λ{len(values)}": f"{spectrum['ratio']:.3g}",
+        "‖Hv−λv‖/λ1, largest": f"{residual / abs(values[0]):.0e}" if values[0] else "–",
+        "trace (Hutchinson)": _estimate(spectrum["trace"]),
+        "trace (Hutch++)": _estimate(spectrum["trace_plus_plus"]),
+        "Hessian products": str(spectrum["products"]),
+    }
+    if "loss" not in row:
+        return cells | {"MB sent": f"{spectrum['bytes'] / 1e6:,.0f}"}
+    return cells | {
+        "loss": f"{row['loss']:.4g}",
+        "sharpness, one ascent": f"{row['ascent_sharpness']:.3g}",
+        "sharpness, average": f"{row['average_sharpness']:.2g} ± {row['average_sharpness_error']:.1g}",
+        "sharpness, adaptive": f"{row['adaptive_sharpness']:.3g}",
+        "‖w‖": f"{row['weight_norm']:.4g}",
+        "capacity, log10 V_L": f"{row['log10_capacity']:.2f}",
+    }
+
+
+def _estimate(trace: Mapping[str, Any]) -> str:
+    return f"{trace['mean']:.4g} ± {trace['error']:.2g}"
+
+
+def layer_table(row: Mapping[str, Any]) -> Table:
+    """The layers of one run: the curvature of each block, the activations, and the bound that they give."""
+    parts = "weight and bias" if any(layer["bias"] for layer in row["layers"]) else "weight"
+    table = _table(
+        f"{row['run']}: Hessian block of each layer's {parts}, and the layer's inputs",
+        ("layer", "parameters", "λ1", "trace", "E‖a‖²", "mean a²", "MAN's bound"),
+    )
+    for layer in row["layers"]:
+        activity, trace = layer["activity"], layer["trace"]
+        table.add_row(
+            layer["name"],
+            f"{layer['parameters']:,}",
+            f"{layer['eigenvalues'][0]:.4g}",
+            _estimate(trace),
+            f"{activity['norm']:.4g}",
+            f"{activity['mean_square']:.4g}",
+            "–" if activity["bound"] is None else f"{activity['bound']:.4g}",
+        )
+    return table
+
+
+def landscape_table(found: Mapping[str, Landscape], measured: str, span: float) -> Table:
+    table = _table(measured, ("run", "loss at the centre", f"largest rise within ±{span:g}"))
+    for name, each in found.items():
+        table.add_row(name, f"{each.centre:.4g}", f"{each.rise:.4g}")
+    return table
+
+
+PAIRINGS: dict[Direction, str] = {"train_to_test": "train → test", "test_to_train": "test → train"}
+
+
+def duality_table(results: Mapping[str, Duality], measured: str) -> Table:
+    """The gap of each run and layer and its decomposition, for both pairings."""
+    return _side_by_side(measured, duality_columns(results))
+
+
+def duality_columns(results: Mapping[str, Duality]) -> dict[str, dict[str, str]]:
+    """Two columns for each layer, one for each pairing. A column maps row names to cells."""
+    return {
+        f"{name}\n{PAIRINGS[direction]}": duality_cells(each, found)
+        for name, each in results.items()
+        for direction, found in each.pairings.items()
+    }
+
+
+def duality_cells(each: Duality, found: Pairing) -> dict[str, str]:
+    """The cells of one layer and pairing, by row name."""
+    c = found.correlations
+    return {
+        "gap: test − training loss": f"{each.gap:.4g}",
+        "gap of the pairs": f"{found.paired_gap:.4g}",
+        "… Σ c σ_w σ_g": f"{found.fluctuation:.4g}",
+        "… Σ μ_w μ_g": f"{found.drift:.4g}",
+        "… beyond the basis": f"{found.remainder:.2g}",
+        "Σ σ_w σ_g": f"{found.envelope:.4g}",
+        "c, mean ± deviation": f"{c.mean:.3f} ± {c.std:.3f}",
+        "c, median (10–90 %)": f"{c.median:.3f} ({c.low:.3f} … {c.high:.3f})",
+        "size √Σ σ_w²": f"{found.size:.4g}",
+        "sharpness √Σ σ_g²": f"{found.sharpness:.4g}",
+        "‖W‖": f"{each.weight_norm:.4g}",
+        "pairs (left out)": f"{found.pairs} ({found.skipped})",
+        "directions (that carry it)": f"{len(found.contribution)} ({found.participation:.1f})",
+    }
+
+
+def bare(method: str) -> str:
+    """The name of a method without its options."""
+    return re.sub(r"\(.*?\)", "", str(method))
+
+
+def _side_by_side(title: str, columns: Mapping[str, Mapping[str, str]]) -> Table:
+    """A table with one column for each entry and one row for each quantity."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in {name: None for cells in columns.values() for name in cells}:
+        table.add_row(row, *(cells.get(row, "–") for cells in columns.values()))
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for position, name in enumerate(columns):
+        table.add_column(name, justify="right" if position else "left")
+    return table

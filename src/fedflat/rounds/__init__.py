@@ -1,0 +1,66 @@
+"""Federated rounds: broadcast, local training, admission of uploads, merging and metrics."""
+
+from fedflat.rounds.accountant import ledger, ledger_of
+from fedflat.rounds.admission import check_samples, counted_samples, misfit, misfit_memory
+from fedflat.rounds.client import (
+    ABOUT,
+    STAGES,
+    About,
+    Broadcast,
+    Problem,
+    Question,
+    Questions,
+    Refusal,
+    Worker,
+    failure,
+)
+from fedflat.rounds.cohort import cohort_seed, cohort_size, draw_cohort
+from fedflat.rounds.interface import Engine, chunks, groups, one_thread
+from fedflat.rounds.measures import gradient_norm, margin_loss
+from fedflat.rounds.metrics import Score, bytes_of, flat_record, score
+from fedflat.rounds.server import RoundReport, conduct, first_state, view
+from fedflat.rounds.state import ServerState
+from fedflat.rounds.store import ADVICE, FREED, Memory, Scratch, Table, Tables
+
+__all__ = [
+    "ABOUT",
+    "ADVICE",
+    "FREED",
+    "STAGES",
+    "About",
+    "Broadcast",
+    "Engine",
+    "Memory",
+    "Problem",
+    "Question",
+    "Questions",
+    "Refusal",
+    "RoundReport",
+    "Score",
+    "Scratch",
+    "ServerState",
+    "Table",
+    "Tables",
+    "Worker",
+    "bytes_of",
+    "check_samples",
+    "chunks",
+    "cohort_seed",
+    "cohort_size",
+    "conduct",
+    "counted_samples",
+    "draw_cohort",
+    "failure",
+    "first_state",
+    "flat_record",
+    "gradient_norm",
+    "groups",
+    "ledger",
+    "ledger_of",
+    "margin_loss",
+    "misfit",
+    "misfit_memory",
+    "one_thread",
+    "score",
+    "view",
+]

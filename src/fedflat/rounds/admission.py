@@ -1,0 +1,315 @@
+"""Admission: checks every upload before it is merged.
+
+One bad client must not spoil a round. Refused uploads are named and counted, and change neither the global state nor
+the client's memory.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+import torch
+
+from fedflat.errors import DataError, FedflatError, TrainingError, printable
+from fedflat.federation import Federation
+from fedflat.local import Vectors
+from fedflat.methods import Upload
+from fedflat.recipe import Admission
+from fedflat.rounds.client import FAILURES, Broadcast, Problem, Refusal, local_rule
+
+ADVICE = {
+    "not finite": "lower local.lr or set local.clip",
+    "norm": "lower local.lr, set local.clip, or raise admission.max_norm, admission.max_ratio or admission.outlier",
+    "hung": "raise admission.deadline if its local round may take that long",
+    "raised": 'with admission.failures = "stop" and engine.name = "inline" its traceback is shown',
+}
+SYMBOLS = {"delta": "Δ"}
+MOST = 1e9  # limit on a client's steps, learning rate, figures and notes: beyond reason, far from overflow
+NOTES = 1000  # limit per upload of a client
+CLOSE = 1e-3  # relative error allowed for a number that the server knows: float32, and other libraries
+FAR = 1e3  # allowed factor between a client's numbers and the recipe's if the server has no better estimate
+
+
+class Gate:
+    """Checks the uploads of a problem and lists those refused in a round.
+
+    Args:
+        scale: the running median of ‖Δ‖ over previous rounds; None if unknown or not used.
+        hold: whether all uploads may be held back to compare them with each other.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        limits: Admission,
+        broadcast: Broadcast,
+        failed: Iterable[Refusal] = (),
+        scale: float | None = None,
+        hold: bool = False,
+    ) -> None:
+        self._problem, self._limits, self._broadcast = problem, limits, broadcast
+        self._scale, self._hold = scale, hold
+        self.refused = list(failed)
+        self.away = {refusal.client for refusal in self.refused}
+
+    @property
+    def failed(self) -> list[Refusal]:
+        """Record the clients that sent no upload at all."""
+        return [refusal for refusal in self.refused if refusal.reason in FAILURES]
+
+    def admitted(self, arriving: Iterable[Upload | Refusal]) -> Iterator[Upload]:
+        """Yield the valid uploads; if norms are compared within the cohort, after all have arrived."""
+        sound = self._sound(arriving)
+        if self._limits.max_ratio or self._hold:
+            yield from self._near(list(sound))
+        else:
+            yield from (upload for upload in sound if self._usual(upload, self._scale))
+
+    def _sound(self, arriving: Iterable[Upload | Refusal]) -> Iterator[Upload]:
+        for each in arriving:
+            refusal = each if isinstance(each, Refusal) else self._fault(each)
+            if refusal is None:
+                assert isinstance(each, Upload)
+                yield each
+            else:
+                self._refuse(refusal)
+
+    def _near(self, uploads: list[Upload]) -> Iterator[Upload]:
+        """The uploads whose ‖Δ‖ is at most `max_ratio` times the cohort's median and not an outlier.
+
+        Outliers are measured against the larger of this cohort's median and the running median, because all norms may
+        grow at once. With one or two clients, a single dishonest client could move the median.
+        """
+        # A second reply was refused in the meantime. The client's first reply counts, at its place in the order of the
+        # sums.
+        self.away.difference_update(upload.client for upload in uploads)
+        middle, ratio = median(upload.norm for upload in uploads) if uploads else 0.0, self._limits.max_ratio
+        known = [s for s in (self._scale, middle if len(uploads) > 2 else None) if s is not None]
+        for upload in uploads:
+            if ratio and upload.norm > ratio * middle:
+                self._refuse_long(upload, f"{ratio:g} × the cohort's median {middle:.3g}")
+            elif self._usual(upload, max(known, default=None)):
+                yield upload
+
+    def _usual(self, upload: Upload, scale: float | None) -> bool:
+        """Whether ‖Δᵢ‖ ≤ outlier · scale · max(1, Kᵢ/K̄), where K̄ is the mean number of steps per client."""
+        limit = self._limits.outlier * scale if self._limits.outlier and scale else math.inf
+        if upload.norm <= limit or upload.norm <= limit * upload.steps / self._mean_steps:
+            return True
+        self._refuse_long(upload, f"{self._limits.outlier:g} × the cohorts' running median {scale:.3g}")
+        return False
+
+    @cached_property
+    def _mean_steps(self) -> int:
+        return local_rule(self._problem, self._broadcast, -1, 1).typical_steps
+
+    def _refuse_long(self, upload: Upload, limit: str) -> None:
+        self._refuse(Refusal(upload.client, "norm", f"‖Δ‖ = {upload.norm:.3g} is more than {limit}"))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        refusal = replace(refusal, reason=printable(refusal.reason, 40), detail=printable(refusal.detail))
+        self.refused.append(refusal)
+        self.away.add(refusal.client)
+        if isinstance(refusal.error, FedflatError):  # a mistake in the recipe, not a client's failure
+            raise refusal.error
+        if self._limits.failures == "stop":
+            if refusal.error is None:
+                raise TrainingError(self.sentence(refusal))
+            refusal.error.add_note(self.sentence(refusal))
+            raise refusal.error
+
+    def sentence(self, refusal: Refusal) -> str:
+        advice = f"; {ADVICE[refusal.reason]}" if refusal.reason in ADVICE else ""
+        return f"client {refusal.client} in round {self._broadcast.round}: {refusal.reason}: {refusal.detail}{advice}"
+
+    def _fault(self, upload: Upload) -> Refusal | None:
+        """What is wrong with an upload, if anything."""
+        fault = (
+            misfit(upload, self._problem)
+            or self._misweighed(upload)
+            or self._misclaimed(upload)
+            or misnoted(upload.notes, self._problem)
+            or self._unbounded(upload)
+        )
+        return Refusal(upload.client, *fault) if fault else None
+
+    def _misweighed(self, upload: Upload) -> tuple[str, str] | None:
+        if wrong := check_samples(upload.samples, self._limits):
+            return "weight", wrong
+        if not (_whole(upload.steps) and 1 <= upload.steps <= MOST):
+            return "weight", f"steps = {shown(upload.steps)} is not a whole number from 1 to {MOST:g}"
+        if not (_number(upload.lr) and 0 < upload.lr <= MOST):
+            return "weight", f"lr = {shown(upload.lr)} is not above 0 and at most {MOST:g}"
+        for name in self._problem.method.figures:
+            if not bool(((upload[name] > 0) & (upload[name] <= MOST)).all()):
+                return "weight", f"{name} = {shown(upload[name].tolist())} is not above 0 and at most {MOST:g}"
+        return None
+
+    def _misclaimed(self, upload: Upload) -> tuple[str, str] | None:
+        """Which claims of a client contradict what the server knows: its samples from its hello, the rest from these.
+
+        In a simulation the numbers come from this program itself.
+        """
+        problem = self._problem
+        if not problem.deployed:
+            return None
+        samples = known_samples(problem.federation, upload.client)
+        if samples is not None and upload.samples != samples:
+            return "claim", f"samples = {upload.samples} where it had {samples} when it said hello"
+        share = upload.samples / problem.federation.mean_samples
+        rule = local_rule(problem, self._broadcast, upload.client, upload.samples, share)
+        known = problem.method.claims(rule)
+        spans: dict[str, tuple[list[float], list[tuple[float, float]]]] = {
+            "steps": ([upload.steps], _span([known.steps], [rule.steps])),
+            "lr": ([upload.lr], _span([known.lr], [rule.lr])),
+        }
+        for name, size in problem.method.figures.items():
+            spans[name] = (upload[name].tolist(), _span(known.figures.get(name, [None] * size), [1.0] * size))
+        for name, (values, ranges) in spans.items():
+            for value, (low, high) in zip(values, ranges, strict=True):
+                if not low <= value <= high:
+                    due = f"{(low + high) / 2:.6g}" if high - low < 0.1 * high else f"between {low:.3g} and {high:.3g}"
+                    return "claim", f"{name} = {value:.6g} where by the recipe and its samples it is {due}"
+        return None
+
+    def _unbounded(self, upload: Upload) -> tuple[str, str] | None:
+        if not (_number(upload.loss) and math.isfinite(upload.loss)):
+            return "not finite", f"its model is no longer finite (mean loss {shown(upload.loss)})"
+        if self._problem.deployed and abs(upload.loss) > MOST:
+            return "claim", f"loss = {upload.loss:.3g} is beyond {MOST:g}"
+        norms = {name: float(torch.linalg.vector_norm(vector)) for name, vector in upload.vectors.items()}
+        for name, norm in {"delta": upload.norm, **norms}.items():
+            # A norm may overflow even if no entry does.
+            if not math.isfinite(norm) and not bool(torch.isfinite(upload[name]).all()):
+                return "not finite", f"{SYMBOLS.get(name, name)} has entries that are not finite"
+            if norm > self._limits.max_norm:
+                return "norm", f"‖{SYMBOLS.get(name, name)}‖ = {norm:.3g} is above {self._limits.max_norm:g}"
+        return None
+
+
+def check_samples(samples: object, limits: Admission) -> str:
+    """Return what is wrong with a client's claimed number of samples, in its hello or upload; empty if valid.
+
+    >>> check_samples(2**62, Admission())
+    'samples = 4611686018427387904 is not a whole number from 1 to 1000000000 (admission.max_samples)'
+    """
+    if isinstance(samples, int) and _whole(samples) and 1 <= samples <= limits.max_samples:
+        return ""
+    return f"samples = {shown(samples)} is not a whole number from 1 to {limits.max_samples} (admission.max_samples)"
+
+
+def counted_samples(sizes: Mapping[int, int], limits: Admission) -> dict[int, int]:
+    """Return how many samples count for each client: at most `admission.max_share` times the median of all.
+
+    >>> counted_samples({0: 100, 1: 10**9, 2: 120}, Admission(max_share=10.0))
+    {0: 100, 1: 1200, 2: 120}
+    """
+    most = limits.max_share * median(sizes.values()) if limits.max_share and sizes else math.inf
+    return {client: n if n <= most else max(int(most), 1) for client, n in sizes.items()}
+
+
+def known_samples(federation: Federation, client: int) -> int | None:
+    """Return a client's number of samples, as far as this side knows it."""
+    try:
+        return federation.samples(client)
+    except DataError:
+        return None
+
+
+def shown(value: object, most: int = 60) -> str:
+    """Format an untrusted value for a message."""
+    return printable(repr(value) if isinstance(value, str | float | list) or value is None else value, most)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, float) or (_whole(value) and abs(value) < 2**1000)
+
+
+def _span(known: Sequence[float | None], like: Sequence[float]) -> list[tuple[float, float]]:
+    """The allowed range of numbers: close to a known value, else within a factor of similar ones."""
+    return [
+        (about / FAR, about * FAR) if value is None else (value * (1 - CLOSE), value * (1 + CLOSE))
+        for value, about in zip(known, like, strict=True)
+    ]
+
+
+def misnoted(notes: Mapping[str, float], problem: Problem) -> tuple[str, str] | None:
+    """Return what is wrong with a client's notes: too many, an undeclared name, or an extreme value.
+
+    In a simulation, a user-defined part may add notes that the small example did not show.
+    """
+    if not problem.deployed or not notes:
+        return None
+    if len(notes) > NOTES:
+        return "notes", f"{len(notes):,} of them, where {NOTES:,} are allowed"
+    layers = _layers(problem)
+    for name, value in notes.items():
+        if not _declared(name, problem.notes, layers):
+            return "notes", f"{shown(name)} is not a name under which this method notes anything"
+        if not (_number(value) and abs(value) <= MOST):
+            return "notes", f"{name} = {shown(value)} is not a number within ±{MOST:g}"
+    return None
+
+
+def _declared(name: object, names: Set[str], layers: Set[str]) -> bool:
+    """Whether the method declares this name, where * stands for a layer; "relu#2" is the second use of relu."""
+    if not isinstance(name, str):
+        return False
+    root, _, layer = name.rpartition("/")
+    return name in names or (f"{root}/*" in names and re.sub(r"#[1-9][0-9]?$", "", layer) in layers)
+
+
+def _layers(problem: Problem) -> set[str]:
+    """The names of the network's modules, and of parameters outside any module."""
+    modules = {name for name, _ in problem.network.module.named_modules()}
+    return modules | {name for name in problem.network.layout.shapes if "." not in name}
+
+
+def misfit(upload: Upload, problem: Problem) -> tuple[str, str] | None:
+    """Return what is wrong with the names, shapes or dtypes of a client's upload.
+
+    Returns:
+        The reason in a word and the details; None if nothing is wrong.
+    """
+    sizes, dtype = problem.uploads, problem.network.weights.dtype
+    vectors = {"delta": upload.delta, **upload.vectors}
+    return _misnamed({*upload.vectors}, {*sizes} - {"delta"}) or _misshapen(vectors, sizes, dtype)
+
+
+def misfit_memory(kept: Vectors, problem: Problem) -> tuple[str, str] | None:
+    """Return what is wrong with the shapes or dtypes of the memory that a client wants to keep.
+
+    Returns:
+        The reason in a word and the details; None if nothing is wrong.
+    """
+    known = {name: kept[name] for name in problem.memory.keys() & kept.keys()}
+    return _misshapen(known, problem.memory, problem.network.weights.dtype)
+
+
+def _misnamed(found: Set[str], expected: Set[str]) -> tuple[str, str] | None:
+    missing, extra = expected - found, found - expected
+    if missing:
+        return "names", f"{', '.join(sorted(missing))} is missing"
+    return ("names", f"{', '.join(sorted(map(shown, extra)))} was not asked for") if extra else None
+
+
+def _misshapen(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, int], dtype: torch.dtype
+) -> tuple[str, str] | None:
+    for name, vector in found.items():
+        if not isinstance(vector, torch.Tensor) or vector.shape != (expected[name],):
+            shape = tuple(vector.shape) if isinstance(vector, torch.Tensor) else type(vector).__name__
+            return "shape", f"{name} is {shape}, not {(expected[name],)}"
+        if vector.dtype != dtype:
+            return "dtype", f"{name} is {vector.dtype}, not {dtype}"
+    return None

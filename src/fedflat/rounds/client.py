@@ -1,0 +1,329 @@
+"""One client's local round, the same in a simulation and in a deployment: plan, train, report."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedflat.errors import RecipeError, SplitError
+from fedflat.federation import Federation, batch_steps
+from fedflat.local import Batch, LocalRule, Loss, Outcome, Vectors, can_share, train, train_together
+from fedflat.methods import Method, Privacy, Upload
+from fedflat.models import Network
+from fedflat.randomness import Secret, forked, generator
+from fedflat.recipe import BufferPolicy, Engine, Evaluation, Local, Measure, Model, Recipe
+from fedflat.rounds.metrics import Score, proximal_loss, score
+
+STAGES = ("planning", "training", "reporting", "evaluating")
+SCORED = 500  # samples per chunk when a client evaluates all of its samples
+FAILURES = ("raised", "hung", "died")  # reasons why a client may send no upload
+About = Literal["hessian", "gradient", "rise", "margin"]
+ABOUT: tuple[About, ...] = get_args(About)  # what a client can be asked; a task refers to it by its index here
+
+
+@dataclass
+class Problem:
+    """Everything that stays the same over the rounds: the objects a recipe describes, and the recipe in full.
+
+    `secret` seeds the draws of this side of a deployment, instead of the recipe's seed. `deployed` is true if the
+    clients, and so their privacy, are real.
+    """
+
+    federation: Federation
+    network: Network
+    method: Method
+    recipe: Recipe = Recipe()
+    loss: Loss = F.cross_entropy
+    shuffle: bool = True
+    secret: Secret | None = None
+    deployed: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        federation: Federation,
+        network: Network,
+        method: Method,
+        local: Local = Local(),  # noqa: B008 - it is frozen
+        *,
+        seed: int = 0,
+        buffers: BufferPolicy = "average",
+        group: int = 1,
+        measures: Sequence[Measure] = (),
+        **others: Any,
+    ) -> Problem:
+        """Create a problem from a few settings; the rest of the recipe has its defaults."""
+        recipe = Recipe(
+            seed=seed,
+            model=Model(buffers=buffers),
+            local=local,
+            evaluation=Evaluation(measures=[*measures]),
+            engine=Engine(group=group),
+        )
+        return cls(federation, network, method, recipe, **others)
+
+    def __post_init__(self) -> None:
+        if self.recipe.model.buffers == "refuse" and self.network.buffer_layout.shapes:
+            names = ", ".join(self.network.buffer_layout.shapes)
+            raise RecipeError(f'model.buffers = "refuse", but the model has the buffers {names}')
+        guard = self.method.protection
+        if self.deployed and isinstance(guard, Privacy):
+            guard.refuse_seeded()
+        if guard and "buffers" in self.uploads:
+            raise RecipeError(
+                f"method: {type(guard).__name__} does not protect the batch-norm statistics that clients "
+                'upload; set model.buffers = "local" or take a model without them'
+            )
+        if (client := self.federation.empty()) is not None:
+            raise SplitError(f"client {client} holds no sample; give it one or leave it out")
+
+    @property
+    def seed(self) -> int:
+        """The seed of the draws on this side."""
+        return self.recipe.seed if self.secret is None else self.secret
+
+    @property
+    def group(self) -> int:
+        """The number of clients that share a step."""
+        return self.recipe.engine.group or 1
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The vectors that each client keeps between rounds, with their sizes."""
+        sizes = dict.fromkeys(self.method.memory, self.network.size)
+        statistics = self.network.buffers.numel()
+        return {**sizes, "buffers": statistics} if statistics and self.recipe.model.buffers == "local" else sizes
+
+    @property
+    def notes(self) -> frozenset[str]:
+        """The names under which clients may note numbers, with * for the layers of a network."""
+        return self.method.notes | ({"proximal_loss"} if "proximal" in self.recipe.evaluation.measures else set())
+
+    @property
+    def uploads(self) -> dict[str, int]:
+        """The vectors that each client uploads, with their sizes."""
+        sizes = {**dict.fromkeys(("delta", *self.method.uploads), self.network.size), **self.method.figures}
+        statistics = self.network.buffers.numel()
+        return {**sizes, "buffers": statistics} if statistics and self.recipe.model.buffers != "local" else sizes
+
+    def first_memory(self) -> Vectors:
+        """The initial memory of a client, computed while the network still has its initial weights."""
+        network = self.network
+        memory = {name: v.clone() for name, v in self.method.first_memory(network.weights).items()}
+        return {**memory, "buffers": network.buffers.clone()} if "buffers" in self.memory else memory
+
+    def room(self, slots: int = 0) -> int:
+        """The bytes needed for the memory of all clients, and for `slots` uploads with their new memory."""
+        kept, up = sum(self.memory.values()), self.network.size * (3 + len(self.method.uploads))
+        return (self.federation.clients * kept + slots * (kept + up)) * self.network.weights.element_size()
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What every client of a cohort receives at the start of a round."""
+
+    round: int
+    lr: float
+    sent: Vectors
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A client whose round does not count: a one-word reason and a short explanation."""
+
+    client: int
+    reason: str
+    detail: str
+    error: Exception | None = field(default=None, compare=False)
+
+
+def failure(error: Exception, stage: str) -> str:
+    """Describe an exception: what was raised, at which stage of a local round and where in the code."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} while {stage}: {error} ({Path(where.filename).name}, line {where.lineno})"
+
+
+@contextmanager
+def _lent_generator(chance: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Seed the global generator, which dropout uses, for this local round, and restore it afterwards."""
+    with forked(device):
+        if device.type == "cpu":
+            torch.default_generator.set_state(chance.get_state())
+        else:
+            torch.manual_seed(chance.initial_seed())
+        yield
+
+
+class Trained(NamedTuple):
+    """The result of a client's local round: its upload, and the memory it keeps once the upload is merged."""
+
+    upload: Upload
+    kept: Vectors
+
+
+def local_rule(problem: Problem, broadcast: Broadcast, client: int, samples: int, share: float = 1.0) -> LocalRule:
+    """The local rule of a client's round before the method's parts modify it; `share` is nᵢ m/N."""
+    local, network = problem.recipe.local, problem.network
+    return LocalRule(
+        lr=broadcast.lr,
+        steps=batch_steps(samples, local.batch, local.epochs, local.steps),
+        epochs=1 if local.steps else local.epochs,
+        first_lr=local.lr,
+        typical_steps=batch_steps(problem.federation.mean_samples, local.batch, local.epochs, local.steps),
+        momentum=local.momentum,
+        nesterov=local.nesterov,
+        weight_decay=local.weight_decay,
+        clip=local.clip or None,
+        clip_mode=local.clip_mode,
+        share=share,
+        layout=network.layout,
+        head=network.head,
+        measures=problem.recipe.evaluation.measures,
+        seed=problem.seed,
+        round=broadcast.round,
+        client=client,
+    )
+
+
+class Question(Protocol):
+    """A function of a client's samples and a vector, evaluated with the global model in the problem's network."""
+
+    def __call__(self, problem: Problem, client: int, vector: Tensor) -> Tensor: ...
+
+
+Questions = Question | Mapping[About, Question]  # a single vector or several by name
+
+
+class Worker:
+    """Runs local rounds one client at a time, scores models and answers questions, with one network."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        question: Questions | None = None,
+        stage: Tensor | None = None,
+        first: Vectors | None = None,
+        feed: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
+    ) -> None:
+        self.problem, self._question = problem, question
+        # In shared memory, so that the server can tell at which stage a worker was lost.
+        self._stage = (torch.zeros(1, dtype=torch.int64) if stage is None else stage).numpy()
+        self._first = problem.first_memory() if first is None else first
+        self._feed = feed
+
+    @property
+    def stage(self) -> str:
+        """The current stage of the local round."""
+        return STAGES[self._stage[0]]
+
+    def _enter(self, stage: str) -> None:
+        self._stage[0] = STAGES.index(stage)
+
+    def local_round(self, broadcast: Broadcast, client: int, memory: Vectors | None) -> Trained:
+        """Run one client's round; `memory` is None if the client has never taken part."""
+        problem, network, sent = self.problem, self.problem.network, broadcast.sent
+        memory, rule = self._plan(broadcast, client, memory)
+        network.reset_counters()
+        if network.buffers.numel():
+            network.buffers.copy_(memory["buffers"] if "buffers" in memory else sent["buffers"])
+        batches = self._feed(self._batches(broadcast, client, rule))
+        self._enter("training")
+        chance = generator(problem.seed, "dropout", broadcast.round, client)
+        with _lent_generator(chance, network.weights.device):
+            outcome = train(network, sent["weights"], rule, batches, problem.loss)
+        return self._report(broadcast, client, memory, outcome)
+
+    def local_rounds(
+        self, broadcast: Broadcast, clients: Sequence[int], memories: Sequence[Vectors | None]
+    ) -> list[Trained]:
+        """Run the rounds of several clients, in common steps if their rules allow it, else one by one."""
+        problem, named = self.problem, list(zip(clients, memories, strict=True))
+        labels = problem.federation.dataset.train.labels
+        if len(clients) == 1 or problem.federation.augment.draws:
+            return [self.local_round(broadcast, client, memory) for client, memory in named]
+        plans = [self._plan(broadcast, client, memory) for client, memory in named]
+        rules = [rule for _, rule in plans]
+        if not can_share(problem.network, rules, problem.loss, labels):
+            return [self.local_round(broadcast, client, memory) for client, memory in named]
+        orders = [self._order(broadcast, client) for client in clients]
+        steps = [rule.steps for rule in rules]
+        batches = problem.federation.batches_together(clients, problem.recipe.local.batch, steps, orders)
+        self._enter("training")
+        outcomes = train_together(problem.network, broadcast.sent["weights"], rules, batches)
+        planned = zip(clients, plans, outcomes, strict=True)
+        return [self._report(broadcast, client, memory, outcome) for client, (memory, _), outcome in planned]
+
+    def _plan(self, broadcast: Broadcast, client: int, memory: Vectors | None) -> tuple[Vectors, LocalRule]:
+        self._enter("planning")
+        device = self.problem.network.weights.device
+        known = self._first if memory is None else {name: vector.to(device) for name, vector in memory.items()}
+        return known, self.problem.method.plan(self._rule(broadcast, client), broadcast.sent, known)
+
+    def _report(self, broadcast: Broadcast, client: int, memory: Vectors, outcome: Outcome) -> Trained:
+        self._enter("reporting")
+        problem, rule, buffers = self.problem, outcome.rule, self.problem.network.buffers
+        trained = Upload(
+            client=client,
+            samples=problem.federation.samples(client),
+            steps=rule.steps,
+            lr=rule.mean_lr,
+            loss=outcome.loss,
+            delta=outcome.delta,
+            notes={**outcome.notes, **self._noted(broadcast, client, outcome)},
+        )
+        upload, kept = problem.method.report(trained, broadcast.sent, memory, outcome)
+        vectors = dict(upload.vectors)
+        if buffers.numel():
+            (kept if "buffers" in memory else vectors)["buffers"] = buffers.clone()
+        return Trained(replace(upload, vectors=vectors), kept)
+
+    def _noted(self, broadcast: Broadcast, client: int, outcome: Outcome) -> dict[str, float]:
+        """The measures that the recipe requests of the client's final model."""
+        problem, start = self.problem, broadcast.sent["weights"]
+        if "proximal" not in problem.recipe.evaluation.measures:
+            return {}
+        indices = problem.federation.shard(client).split(SCORED)
+        batches = (problem.federation.batch(some, None) for some in indices)
+        return {"proximal_loss": proximal_loss(problem.network, start, start + outcome.delta, batches)}
+
+    def _rule(self, broadcast: Broadcast, client: int) -> LocalRule:
+        federation = self.problem.federation
+        return local_rule(self.problem, broadcast, client, federation.samples(client), federation.share(client))
+
+    def _batches(self, broadcast: Broadcast, client: int, rule: LocalRule) -> Iterator[Batch]:
+        problem = self.problem
+        order = self._order(broadcast, client)
+        chance = generator(problem.seed, "augment", broadcast.round, client) if problem.shuffle else None
+        steps = rule.steps * (1 + rule.pairs)
+        return problem.federation.batches(client, problem.recipe.local.batch, steps, order, chance)
+
+    def _order(self, broadcast: Broadcast, client: int) -> torch.Generator | None:
+        return generator(self.problem.seed, "batches", broadcast.round, client) if self.problem.shuffle else None
+
+    def score(self, weights: Tensor, buffers: Tensor, part: str, start: int, stop: int) -> Score:
+        """Score a model on one chunk of the test or training samples."""
+        problem = self.problem
+        self._load(weights, buffers)
+        inputs, labels = problem.federation.held_out(part, start, stop)
+        return score(problem.network.module, inputs, labels, problem.loss, problem.federation.dataset.classes)
+
+    def answer(self, weights: Tensor, buffers: Tensor, client: int, vector: Tensor, about: About = "hessian") -> Tensor:
+        """Return a client's answer to the question about a vector, at these weights."""
+        question = self._question.get(about) if isinstance(self._question, Mapping) else self._question
+        if question is None:
+            raise RuntimeError("this engine was started without a question to its clients")
+        self._load(weights, buffers)
+        return question(self.problem, client, vector)
+
+    def _load(self, weights: Tensor, buffers: Tensor) -> None:
+        self._enter("evaluating")
+        self.problem.network.load(weights)
+        self.problem.network.buffers.copy_(buffers)

@@ -1,0 +1,90 @@
+"""The interface of all engines: train a cohort, store the clients' memory, score a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedflat.local import Vectors
+from fedflat.methods import Upload, Uploads
+from fedflat.rounds.client import About, Broadcast, Problem, Refusal
+from fedflat.rounds.metrics import Score
+from fedflat.rounds.state import ServerState
+from fedflat.rounds.store import Memory
+
+
+class Engine(Protocol):
+    """Runs the clients' local rounds. Every engine gives bit-identical results."""
+
+    @property
+    def memory(self) -> Memory | None:
+        """The memory that clients keep between rounds, if the server can see it."""
+        ...
+
+    def local_rounds(self, broadcast: Broadcast, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
+        """Yield the cohort's uploads in any order, and a refusal for each client that fails.
+
+        An upload's vectors are valid until the next call; its Δ only until it is released.
+        """
+        ...
+
+    def release(self, client: int) -> None:
+        """Free this client's Δ, which is not needed again in this round."""
+        ...
+
+    def kept(self, client: int) -> Vectors:
+        """The memory that a client of this round wants to keep, if the server can see it."""
+        ...
+
+    def remember(self, uploads: Uploads) -> None:
+        """Store the new memory of clients whose uploads were merged."""
+        ...
+
+    def score(self, state: ServerState, part: str, chunk: int) -> Score:
+        """Score the global model on the test or training samples."""
+        ...
+
+    def ask(
+        self, state: ServerState, vector: Tensor, clients: Sequence[int], about: About = "hessian"
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield each client's answer to the engine's question about a vector, in the order of the clients.
+
+        An answer is valid until the next one is taken. The Δ of the round's uploads are lost.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: more threads would sum in another order and change the last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def groups(problem: Problem, cohort: Sequence[int]) -> list[list[int]]:
+    """Group the clients that share steps, the largest first.
+
+    The groups depend only on the recipe and the cohort, never on the number of workers. The order keeps a long local
+    round from starting last, and puts clients of similar size together.
+    """
+    order = problem.federation.largest_first(cohort)
+    return [order[i : i + problem.group] for i in range(0, len(order), problem.group)]
+
+
+def chunks(samples: int, size: int) -> list[tuple[int, int]]:
+    """Split samples into the chunks in which they are scored; the same on every engine.
+
+    >>> chunks(5, 2)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    return [(start, min(start + size, samples)) for start in range(0, samples, size)]

@@ -1,0 +1,118 @@
+"""Optional measures of a round: the distances between clients, and the sharpness of their losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedflat.errors import AwayError
+from fedflat.methods import Upload, Uploads
+from fedflat.models import unit
+from fedflat.recipe import Evaluation
+from fedflat.rounds.client import Problem
+from fedflat.rounds.interface import Engine, one_thread
+from fedflat.rounds.metrics import MEASURES
+from fedflat.rounds.state import ServerState
+
+SINGLE = {*MEASURES, "local", "local_sharpness"}  # measures that look at each client's Δ
+
+
+def measured(
+    engine: Engine,
+    before: ServerState,
+    after: ServerState,
+    uploads: Uploads,
+    sent: Tensor,
+    watch: Evaluation,
+    evaluated: bool,
+) -> dict[str, float]:
+    """Compute the recipe's measures of the round's local models; expensive ones only in evaluated rounds."""
+    wanted: list[str] = [name for name in watch.measures if name in MEASURES]
+    moved = after.weights - sent
+    found = {name: MEASURES[name](uploads, moved) for name in wanted}
+    if "local" in watch.measures:
+        found |= _local_accuracy(engine, before, uploads, sent, watch)
+    if "local_sharpness" in watch.measures and evaluated:  # last, because the clients' answers overwrite Δᵢ
+        found |= _local_sharpness(engine, before, after, uploads, sent, watch)
+    return found
+
+
+def _local_model(engine: Engine, before: ServerState, upload: Upload, sent: Tensor) -> ServerState:
+    """The state with a client's weights, and its batch statistics if it has any."""
+    buffers = {**upload.vectors, **engine.kept(upload.client)}.get("buffers", before.buffers)
+    return replace(before, weights=sent + upload.delta, buffers=buffers)
+
+
+def _local_accuracy(
+    engine: Engine, before: ServerState, uploads: Uploads, sent: Tensor, watch: Evaluation
+) -> dict[str, float]:
+    """Accuracy of the clients' models on all clients' samples, before and after local training (FedSoL, Fig. 3)."""
+    start = engine.score(replace(before, weights=sent), watch.on, watch.batch).accuracy
+    models = (_local_model(engine, before, upload, sent) for upload in uploads)
+    ends = [engine.score(model, watch.on, watch.batch).accuracy for model in models]
+    mean = sum(ends) / len(ends)
+    spread = math.sqrt(sum((end - mean) ** 2 for end in ends) / len(ends))
+    return {"local_accuracy_before": start, "local_accuracy": mean, "local_accuracy_std": spread}
+
+
+def _local_sharpness(
+    engine: Engine, before: ServerState, after: ServerState, uploads: Uploads, sent: Tensor, watch: Evaluation
+) -> dict[str, float]:
+    """Sharpness of the clients' losses at their own models and at the new global one (as in FedSMOO)."""
+    models = {upload.client: _local_model(engine, before, upload, sent) for upload in uploads}
+    try:
+        return local_sharpness(engine, models, after, watch.radius)
+    except AwayError:
+        return {"local_sharpness": math.nan}
+
+
+@one_thread()
+def gradient_norm(engine: Engine, state: ServerState, problem: Problem) -> float:
+    """Return ‖∇f(w)‖² of the global objective f = Σ pᵢ fᵢ, pᵢ = nᵢ/N, over all training samples."""
+    federation, total = problem.federation, torch.zeros_like(state.weights, dtype=torch.float64)
+    sizes = [federation.samples(client) for client in range(federation.clients)]
+    for client, gradient in engine.ask(state, state.weights, range(federation.clients), "gradient"):
+        total.add_(gradient, alpha=sizes[client] / sum(sizes))
+    return float(total @ total)
+
+
+def margin_loss(engine: Engine, state: ServerState, problem: Problem) -> float:
+    """Return the empirical margin loss of FedSMOO's generalisation bound: the share of training samples within γ."""
+    federation = problem.federation
+    answers = engine.ask(state, state.weights, range(federation.clients), "margin")
+    within = sum(float(answer[0]) for _, answer in answers)
+    return within / sum(federation.samples(client) for client in range(federation.clients))
+
+
+@one_thread()
+def local_sharpness(
+    engine: Engine, local: Mapping[int, ServerState], averaged: ServerState, rho: float
+) -> dict[str, float]:
+    """SAM's sharpness S_g(w) = g(w + ρ ∇g/‖∇g‖) − g(w), over the clients of a round, each on its own samples:
+
+    local     (1/n) Σ S_{fᵢ}(wᵢ)      of each client's loss at its own model
+    averaged  (1/n) Σ S_{fᵢ}(w)       of each client's loss at the averaged model, with a perturbation of its own
+    global    S_f(w), f = (1/n) Σ fᵢ   of the common loss there, with one perturbation for all
+    """
+    clients = list(local)
+    own = [_ascent(engine, state, client, rho)[0] for client, state in local.items()]
+    there = [_ascent(engine, averaged, client, rho) for client in clients]
+    mean = torch.stack([gradient for _, gradient in there]).mean(dim=0)
+    common = [float(a[0]) for _, a in engine.ask(averaged, rho * unit(mean), clients, "rise")]
+    return {
+        "local_sharpness": sum(own) / len(own),
+        "averaged_sharpness": sum(rise for rise, _ in there) / len(there),
+        "global_sharpness": sum(common) / len(common),
+    }
+
+
+def _ascent(engine: Engine, state: ServerState, client: int, rho: float) -> tuple[float, Tensor]:
+    """The sharpness of one client's loss at a model, and the gradient there."""
+    ((_, told),) = engine.ask(state, state.weights, [client], "gradient")
+    gradient = told.clone()
+    ((_, rise),) = engine.ask(state, rho * unit(gradient), [client], "rise")
+    return float(rise[0]), gradient

@@ -1,0 +1,37 @@
+"""Experiments: from a recipe to a run folder and back, sweeps, verification, personalisation and export."""
+
+from fedflat.runs.build import assemble, augmentation, gather, load_run, sharpness_portion
+from fedflat.runs.experiment import Result, execute, summary, train
+from fedflat.runs.folder import Record, private_directory, read_recipe, read_whole, write_whole, written_to
+from fedflat.runs.lock import RunLock
+from fedflat.runs.signals import CAUGHT
+from fedflat.runs.sweep.overrides import flattened, spelled
+from fedflat.runs.sweep.plan import FULL, load_sweep, shipped
+from fedflat.runs.sweep.results import Row, mean_and_std
+
+__all__ = [
+    "CAUGHT",
+    "FULL",
+    "Record",
+    "Result",
+    "Row",
+    "RunLock",
+    "assemble",
+    "augmentation",
+    "execute",
+    "flattened",
+    "gather",
+    "load_run",
+    "load_sweep",
+    "mean_and_std",
+    "private_directory",
+    "read_recipe",
+    "read_whole",
+    "sharpness_portion",
+    "shipped",
+    "spelled",
+    "summary",
+    "train",
+    "write_whole",
+    "written_to",
+]

@@ -1,0 +1,263 @@
+"""Builds what a recipe describes (federation, network, method, engine), also from a run's directory."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedflat import models
+from fedflat.engine import Cluster, Inline, Pool, cores, require_bf16
+from fedflat.errors import FedflatError, RecipeError, RunError
+from fedflat.federation import Augment, Federation, federate, load, splits_by
+from fedflat.local import Loss, group_size
+from fedflat.methods import ActiveModel, AllModels, Method, parse, spell
+from fedflat.models import Network
+from fedflat.randomness import generator
+from fedflat.recipe import Recipe, validated
+from fedflat.rounds import (
+    About,
+    Engine,
+    Problem,
+    Question,
+    Questions,
+    ServerState,
+    cohort_size,
+    first_state,
+    view,
+)
+from fedflat.runs.checkpoint import DamagedError, verified
+from fedflat.runs.folder import Record, read_model, read_recipe, read_whole, refuse_other_base
+
+if TYPE_CHECKING:
+    from fedflat.flatness import Portion
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.float32}
+
+
+def prepare(recipe: Recipe, loss: Loss = F.cross_entropy) -> Problem:
+    """Build the problem of a recipe; the problem's own recipe has every default filled in."""
+    method = parse(recipe.method)
+    recipe = recipe.model_copy(update={"method": spell(recipe.method)})
+    return assemble(recipe, gather(recipe), None, method, loss)
+
+
+def gather(recipe: Recipe) -> Federation:
+    """Load the data set of a recipe and split it."""
+    data, split = recipe.data, recipe.split
+    return federate(
+        load(data.name, data.dir).limited(data.limit, _split_seed(recipe)) if data.limit else data.name,
+        split.name,
+        split.clients,
+        seed=_split_seed(recipe),
+        draws=split.draws,
+        directory=data.dir,
+        augment=augmentation(recipe),
+        mean=tuple(data.mean or ()),
+        std=tuple(data.std or ()),
+        normalise=data.normalise,
+        **split.options(),
+    )
+
+
+def augmentation(recipe: Recipe) -> Augment:
+    """Return how batches of the recipe's samples are augmented."""
+    data = recipe.data
+    return Augment(data.crop, data.crop_probability, data.crop_fill, data.flip, data.cutout)
+
+
+def _split_seed(recipe: Recipe) -> int:
+    return recipe.seed if recipe.split.seed is None else recipe.split.seed
+
+
+def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, method: Method, loss: Loss) -> Problem:
+    """Combine federation, model, method and the full recipe into a problem.
+
+    Args:
+        recipe: the recipe; the problem gets a copy with every default filled in.
+        federation: the clients and their samples.
+        module: the network, which is copied; None builds the recipe's model.
+        method: the method.
+        loss: the loss of logits and labels.
+    """
+    dtype = DTYPES[recipe.precision]
+    device = _device(recipe)
+    if recipe.precision == "bf16" and device == "cpu":
+        require_bf16()
+    federation = federation.to(dtype, device)
+    if module is not None:
+        # The caller's module stays unchanged, so that the next run can start from it again.
+        module = copy.deepcopy(module)
+    else:
+        shape, classes = federation.dataset.shape, federation.dataset.classes
+        chance = generator(recipe.seed, "weights")
+        module = models.build(recipe.model.name, shape, classes, chance, **recipe.model.options())
+    network = Network(module, dtype, device, autocast=recipe.precision == "bf16")
+    network.choose_head(federation.held_out("train", 0, 1)[0])
+    group = recipe.engine.group or group_size(network, cohort_size(recipe.server, federation.clients))
+    return Problem(federation, network, _evaluating(method, recipe), in_full(recipe, federation, group), loss)
+
+
+def _evaluating(method: Method, recipe: Recipe) -> Method:
+    """The method, with a part that keeps the model to evaluate if that is not the server's own."""
+    if recipe.evaluation.model == "server":
+        return method
+    return method + (ActiveModel() if recipe.evaluation.model == "active" else AllModels(recipe.server.average))
+
+
+def in_full(recipe: Recipe, federation: Federation, group: int) -> Recipe:
+    """Return the recipe with the defaults of its split, data set, model and engine filled in."""
+    split = recipe.split.options()
+    if known := splits_by(recipe.split.draws).get(recipe.split.name):
+        split = _defaults(known, split)
+    split |= {"clients": federation.clients, "seed": _split_seed(recipe)}
+    own = recipe.model.name not in models.MODELS
+    model = recipe.model.options() if own else _defaults(models.MODELS[recipe.model.name], recipe.model.options())
+    data = {"mean": list(federation.dataset.mean), "std": list(federation.dataset.std)}
+    kind, workers = _engine(recipe)
+    table = recipe.model_dump(exclude_none=True)
+    for section, filled in ("data", data), ("split", split), ("model", model):
+        table[section] |= filled
+    engine = table["engine"] | {"name": kind, "workers": workers, "group": group}
+    return validated(table | {"engine": engine})
+
+
+def _defaults(function: Callable[..., Any], given: Record) -> Record:
+    parameters = inspect.signature(function).parameters.values()
+    known = {p.name: p.default for p in parameters if p.default not in (p.empty, None)}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in {**known, **given}.items()}
+
+
+def _device(recipe: Recipe) -> str:
+    device = recipe.engine.device
+    if device != "cpu" and not (torch.cuda.is_available() if device == "cuda" else torch.backends.mps.is_available()):
+        raise RecipeError(f'engine.device = "{device}": this machine has none that torch can use; set it to "cpu"')
+    return device
+
+
+def _engine(recipe: Recipe) -> tuple[str, int]:
+    """Processes cannot share an accelerator's memory, so all clients train in this process there."""
+    workers = recipe.engine.workers or cores()
+    kind = recipe.engine.name
+    if recipe.engine.device != "cpu":
+        if kind in ("pool", "ray"):
+            raise RecipeError(f'engine.name = "{kind}" works on cpu only; with {recipe.engine.device} leave it out')
+        return "inline", 1
+    return ("pool" if workers > 1 else "inline") if kind == "auto" else kind, workers
+
+
+def start_engine(problem: Problem, state: ServerState, question: Questions | None = None) -> Engine:
+    """Start the recipe's engine; its clients answer the given question, or else those of the recipe's measures."""
+    recipe = problem.recipe
+    kind, workers = _engine(recipe)
+    question = question or _questions(recipe)
+    if kind == "inline":
+        return Inline(problem, question)
+    if kind == "ray":
+        return Cluster(problem, question, recipe.admission.deadline, recipe.engine.address, recipe.engine.workers)
+    clients = problem.federation.clients
+    slots = clients if recipe.server.sampling == "bernoulli" else cohort_size(recipe.server, clients)
+    return Pool(problem, state, slots, min(workers, slots), question, recipe.admission.deadline)
+
+
+def _questions(recipe: Recipe) -> Questions | None:
+    """The questions that the recipe's measures ask the clients."""
+    wanted: set[str] = {*recipe.evaluation.measures}
+    if not recipe.evaluation.sharpness and not wanted & {"gradient", "margin", "local_sharpness"}:
+        return None
+    from fedflat.flatness import federated  # it loads SciPy, which plain runs do not need
+
+    asked: dict[About, Question] = {}
+    if recipe.evaluation.sharpness:
+        asked["hessian"] = federated.HessianProduct(sharpness_portion(recipe))
+    if wanted & {"gradient", "local_sharpness"}:
+        asked["gradient"] = federated.Gradient()
+    if "local_sharpness" in wanted:
+        asked["rise"] = federated.Rise()
+    if "margin" in wanted:
+        asked["margin"] = federated.Margin(recipe.evaluation.margin)
+    return asked
+
+
+def sharpness_portion(recipe: Recipe) -> Portion:
+    """Return the training samples that `evaluation.sharpness` is measured on."""
+    from fedflat.flatness import Portion
+
+    return Portion(recipe.evaluation.sharpness_samples, recipe.seed)
+
+
+def last_lr(recipe: Recipe, rounds: int | None = None) -> float:
+    """Return η of the last round, with decay; `rounds` is the length of a run that stopped earlier."""
+    return recipe.local.lr * recipe.local.lr_decay ** ((rounds or recipe.server.rounds) - 1)
+
+
+def load_run(directory: Path, federation: Federation | None = None) -> Problem:
+    """Load a finished run: its problem, with the global model in the network, and its recorded recipe.
+
+    Args:
+        directory: the run's directory, or the manifest of a checkpoint to load the run as it was then.
+        federation: the run's federation, required if it was made in Python.
+
+    Raises:
+        RunError: if the run cannot be read, or its federation is missing.
+    """
+    checkpoint = directory if directory.suffix == ".json" else None
+    recipe = read_recipe(directory)
+    if federation is None and recipe.split.name == "given":
+        raise RunError(f"{directory}: its federation was made in Python; give it to load_run(directory, federation)")
+    try:
+        near = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"device": "cpu"})})
+        problem = assemble(near, federation or gather(recipe), None, parse(recipe.method), F.cross_entropy)
+    except FedflatError as error:
+        raise type(error)(f"{directory}: {error}") from None
+    if checkpoint:
+        _load_checkpoint(checkpoint, problem)
+    else:
+        _load_model(directory, problem)
+    problem.network.module.eval()
+    problem.recipe = recipe  # as recorded, with the device of that run
+    return problem
+
+
+def _load_checkpoint(path: Path, problem: Problem) -> None:
+    try:
+        checkpoint = verified(path)
+    except DamagedError as damage:
+        raise RunError(f"{damage}; give another checkpoint") from None
+    checkpoint.check_base(problem.network.base_digest)
+    show(problem, checkpoint.state(first_state(problem)))
+
+
+def show(problem: Problem, state: ServerState) -> None:
+    """Load the model of a state into the problem's network."""
+    problem.network.load(problem.method.evaluated(view(problem, state)))
+    problem.network.buffers.copy_(state.buffers)
+    problem.network.reset_counters()
+    problem.network.module.eval()
+
+
+def _load_model(directory: Path, problem: Problem) -> None:
+    module, tensors = problem.network.module, read_model(directory)
+    expected = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    for name in expected | found:
+        if expected.get(name) != found.get(name):
+            there, here = (tuple(s[name]) if name in s else "nothing" for s in (found, expected))
+            raise RunError(
+                f"{directory}: model.safetensors does not fit the recipe's model {problem.recipe.model.name}: "
+                f"{name} is {there}, but should be {here}"
+            )
+    if not all(bool(tensors[name].isfinite().all()) for name, _ in module.named_parameters()):
+        raise RunError(f"{directory}: model.safetensors holds weights that are not finite; give one of its checkpoints")
+    module.load_state_dict(tensors)
+    summary = directory / "summary.json"
+    recorded = json.loads(read_whole(summary)).get("base_sha256") if summary.is_file() else None
+    if recorded is not None:
+        refuse_other_base(directory, recorded, problem.network.base_digest)

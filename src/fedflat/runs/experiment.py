@@ -1,0 +1,375 @@
+"""Runs an experiment: from a recipe to rounds, metrics and a model."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, nearest, printable
+from fedflat.federation import Federation
+from fedflat.local import Loss
+from fedflat.methods import Method, Part, Written, parse, spell
+from fedflat.recipe import Recipe, validated
+from fedflat.rounds import (
+    Engine,
+    Problem,
+    RoundReport,
+    ServerState,
+    cohort_seed,
+    conduct,
+    draw_cohort,
+    first_state,
+    flat_record,
+    gradient_norm,
+    ledger_of,
+    margin_loss,
+    view,
+)
+from fedflat.runs.build import assemble, in_full, sharpness_portion, show, start_engine
+from fedflat.runs.checkpoint import Checkpoint, Checkpoints
+from fedflat.runs.folder import DAMAGED, Record, RunFolder
+from fedflat.runs.lock import RunLock
+from fedflat.runs.signals import LastRound
+from fedflat.runs.trackers import Trackers, check_trackers
+
+Callback = Callable[[Record], None]
+StartEngine = Callable[[Problem, ServerState], Engine]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: its recipe, one record for each round, and the global model."""
+
+    recipe: Recipe
+    history: list[Record]
+    model: nn.Module
+    directory: Path | None = None
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """Return (round, value) of a metric, for the rounds that have it."""
+        flat = map(flat_record, self.history)
+        return [(record["round"], record[name]) for record in flat if record.get(name) is not None]
+
+    @property
+    def accuracy(self) -> float:
+        """The accuracy after the last evaluated round; NaN if labels are not classes."""
+        return self.curve("accuracy")[-1][1] if self.curve("accuracy") else math.nan
+
+    @property
+    def summary(self) -> Record:
+        return summary(self.history, self.recipe)
+
+
+def train(
+    federation: Federation,
+    model: str | nn.Module = "mlp",
+    method: Method | Part | Written = "fedavg",
+    *,
+    loss: Loss = F.cross_entropy,
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    **settings: Any,
+) -> Result:
+    """Train a federated model; settings are the recipe's fields by name (`rounds=30, lr=0.1, workers=2`).
+
+    Args:
+        federation: the clients and their samples.
+        model: the name or import path of a network, or a module, which stays unchanged.
+        method: the method, or its name with options.
+        loss: the loss of logits and labels.
+        out: the directory of the run; without it nothing is written.
+        resume: whether to continue an interrupted run in `out`.
+        callbacks: called with the record of each round.
+        settings: fields of the recipe. A name that occurs in two sections means the local one; `server_lr` is the
+            server's. `model_hidden=[64]` is an option of the model.
+
+    Returns:
+        The recipe, one record per round, and the trained model.
+
+    Raises:
+        RecipeError: if a setting is unknown or invalid.
+        StoppedError: if a signal stopped a run with a directory.
+
+    >>> from fedflat import federate
+    >>> federation = federate("digits", clients=10, alpha=0.5)
+    >>> result = train(federation, model="mlp", method="fedsam(0.05)", rounds=2, lr=0.1, engine="inline")
+    >>> len(result.history), 0.0 < result.accuracy <= 1.0
+    (2, True)
+    """
+    named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}"
+    table = _sections(settings) | {"method": spell(method), "data": federation.dataset.name}
+    table["model"] = {**table.get("model", {}), "name": named}
+    table["split"] = {"name": "given", "clients": federation.clients}
+    recipe = validated(table)
+    problem = assemble(recipe, federation, model if isinstance(model, nn.Module) else None, parse(method), loss)
+    return execute(problem, Path(out) if out else None, callbacks, resume)
+
+
+def _sections(settings: dict[str, Any]) -> Record:
+    table: Record = {}
+    sections = ("checkpoint", "admission", "engine", "evaluation", "server", "local")
+    places = {name: s for s in sections for name in _fields(s) if name != "name"}
+    places |= {f"{s}_{name}": s for s in sections for name in _fields(s)}
+    for name, value in settings.items():
+        if name in Recipe.model_fields:
+            table[name] = {**table.get(name, {}), "name": value} if name == "engine" else value
+        elif name.startswith("model_"):
+            table.setdefault("model", {})[name.removeprefix("model_")] = value
+        elif name in places:
+            table.setdefault(places[name], {})[name.removeprefix(f"{places[name]}_")] = value
+        else:
+            raise RecipeError(f"train: there is no setting {name!r}; {nearest(name, places)}")
+    return table
+
+
+def _fields(section: str) -> list[str]:
+    return list(type(Recipe.model_fields[section].default).model_fields)
+
+
+def execute(
+    problem: Problem,
+    directory: Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: bool = False,
+    warn: Callable[[str], None] = warnings.warn,
+    start: StartEngine = start_engine,
+    back_to: int | None = None,
+    lock: RunLock | None = None,
+) -> Result:
+    """Run all rounds of the recipe; with a directory, results are written as they come and can be resumed.
+
+    A run that continues from a checkpoint gives the same result as one without interruption.
+
+    Args:
+        problem: what the recipe describes.
+        directory: the directory of the run, if it has one.
+        callbacks: called with the record of each round.
+        resume: whether to continue the run in the directory.
+        warn: called with each warning.
+        start: starts the engine.
+        back_to: the round of a kept checkpoint to return to; later rounds are discarded.
+        lock: the directory's lock, if the caller already holds it.
+
+    Returns:
+        The recipe, one record per round, and the trained model.
+
+    Raises:
+        StoppedError: after the first SIGINT or SIGTERM in a run with a directory, once the round is finished and saved.
+    """
+    recipe = problem.recipe
+    ledger_of(problem)  # it may refuse the recipe before any file is written
+    check_trackers(recipe, directory)
+    if directory is None:
+        state, history = first_state(problem), list[Record]()
+        with closing(start(problem, state)) as engine:
+            problem.network.put_away()  # the state holds the model until the last round
+            for now, record in rounds(problem, state, engine):
+                state = now
+                _tell(record, history, callbacks)
+        show(problem, state)
+        return Result(recipe, history, problem.network.module)
+    completed = partial(in_full, federation=problem.federation, group=problem.group)
+    with RunFolder(directory, recipe, resume, completed, lock, back_to) as folder, LastRound() as signals:
+        state, history = _train_in(folder, problem, callbacks, signals, warn, start, back_to)
+        show(problem, state)
+        folder.finish(problem.network, {**summary(history, recipe), "rounds": state.round})
+        if signals.came:  # in the last round: this run is complete, but others may be waiting
+            raise StoppedError(f"stopped; the run in {directory} is complete", signals.came)
+    return Result(recipe, history, problem.network.module, directory)
+
+
+def _train_in(
+    folder: RunFolder,
+    problem: Problem,
+    callbacks: Sequence[Callback],
+    signals: LastRound,
+    warn: Callable[[str], None],
+    start: StartEngine,
+    back_to: int | None,
+) -> tuple[ServerState, list[Record]]:
+    """Run the remaining rounds; write each to the metrics and, when due, to a checkpoint."""
+    recipe = problem.recipe
+    checkpoints = Checkpoints(folder.path, recipe, problem.network.base_digest)
+    found = checkpoints.newest(folder.agrees, warn, back_to)
+    state = found.state(first_state(problem)) if found else first_state(problem)
+    if back_to is not None:
+        checkpoints.forget_after(back_to)
+    history = _recalled(folder, found, warn)
+    with closing(start(problem, state)) as engine, Trackers(recipe, folder.path, warn) as trackers:
+        problem.network.put_away()  # the state holds the model until the last round
+        if found and engine.memory:
+            engine.memory.restore(found.memory())
+        for record in history:
+            trackers(record)
+        for now, record in rounds(problem, state, engine, history):
+            state = now
+            folder.append(record)
+            _tell(record, history, [*callbacks, trackers])
+            last = complete(recipe, state.round, history)
+            if last or signals.came or checkpoints.due(state.round):
+                checkpoints.save(state, engine.memory, folder.mark(), record.get("accuracy"))
+            if signals.came and not last:
+                so_far = f"stopped after round {state.round} of {recipe.server.rounds}"
+                raise StoppedError(f"{so_far}; go on with: fedflat resume {folder.path}", signals.came)
+        trackers.conclude(summary(history, recipe))
+    return state, history
+
+
+def _recalled(folder: RunFolder, found: Checkpoint | None, warn: Callable[[str], None]) -> list[Record]:
+    """The records up to a checkpoint, or as many as are readable if the metrics are damaged."""
+    if found is None:
+        return folder.rewind({"bytes": 0})
+    if folder.agrees(found.manifest["metrics"]):
+        return folder.rewind(found.manifest["metrics"])
+    history = folder.salvage(found.round)
+    warn(
+        f"{folder.path / 'metrics.jsonl'}: is damaged, but the weights of round {found.round} are whole, so the run "
+        f"goes on from there; {found.round - len(history)} records could not be read, and the file is kept as {DAMAGED}"
+    )
+    return history
+
+
+def _tell(record: Record, history: list[Record], callbacks: Sequence[Callback]) -> None:
+    history.append(record)
+    for callback in callbacks:
+        callback(record)
+
+
+def rounds(
+    problem: Problem, state: ServerState, engine: Engine, history: Sequence[Record] = ()
+) -> Iterator[tuple[ServerState, Record]]:
+    """Yield the state and the record after each round; `history` holds the rounds before the first one."""
+    recipe, spent, empty = problem.recipe, ledger_of(problem), problem.method.always_moves
+    seed = cohort_seed(recipe, problem.seed)
+    skipped = sum(1 for _ in takewhile(lambda record: "skipped" in record, reversed(history)))
+    moved = any("skipped" not in record for record in history)
+    while not complete(recipe, state.round, history):
+        begun = time.perf_counter()
+        cohort = draw_cohort(recipe.server, problem.federation.clients, seed, state.round, empty)
+        state, report = conduct(problem, state, engine, cohort)
+        record = _record(state, report)
+        if spent:
+            record |= spent.reported(state.round)
+        skipped = skipped + 1 if report.skipped else 0
+        moved = moved or not report.skipped
+        every, last = recipe.evaluation.every, state.round == recipe.server.rounds
+        evaluated = replace(state, weights=problem.method.evaluated(view(problem, state)))
+        if last or (every and state.round % every == 0):
+            score = engine.score(evaluated, recipe.evaluation.on, recipe.evaluation.batch)
+            record |= {"accuracy": _number(score.accuracy), "loss": _number(score.loss)}
+            if recipe.server.stop_loss is not None:
+                known = recipe.evaluation.on == "train"
+                score_on_train = score if known else engine.score(evaluated, "train", recipe.evaluation.batch)
+                record["train_loss"] = _number(score_on_train.loss)
+            if "classes" in recipe.evaluation.measures:
+                record["class_accuracy"] = [_number(accuracy) for accuracy in score.per_class]
+            record |= _of_training_samples(problem, evaluated, engine)
+        if recipe.evaluation.sharpness and state.round % recipe.evaluation.sharpness == 0:
+            record |= _sharpness(problem, evaluated, engine)
+        record["seconds"] = round(time.perf_counter() - begun, 4)
+        yield state, record
+        if skipped >= recipe.admission.patience:
+            raise TrainingError(f"{skipped} rounds in a row were skipped; in the last one: {report.skipped}")
+        history = [record]
+    if skipped and not moved:
+        why = history[-1]["skipped"]
+        raise TrainingError(f"all {skipped} rounds were skipped, so nothing was trained; in the last one: {why}")
+
+
+def complete(recipe: Recipe, round: int, history: Sequence[Record]) -> bool:
+    """Return whether a run ends after this round, by the number of rounds or by `server.stop_loss`."""
+    return round >= recipe.server.rounds or stopped(recipe, history)
+
+
+def stopped(recipe: Recipe, history: Sequence[Record]) -> bool:
+    """Return whether the mean training loss after the last round is below `server.stop_loss`."""
+    loss = history[-1].get("train_loss") if history else None
+    return recipe.server.stop_loss is not None and loss is not None and loss < recipe.server.stop_loss
+
+
+def _record(state: ServerState, report: RoundReport) -> Record:
+    notes = {name: _number(value) for name, value in report.notes.items()}
+    refused = [{"client": r.client, "reason": r.reason, "detail": r.detail} for r in report.refused]
+    return {
+        "round": state.round,
+        "local_loss": _number(report.local_loss),
+        **{name: _number(value) for name, value in report.measures.items()},
+        "cohort": report.cohort,
+        "bytes_down": report.bytes_down,
+        "bytes_up": report.bytes_up,
+        **({"notes": notes} if notes else {}),
+        **({"refused": refused} if refused else {}),
+        **({"skipped": report.skipped} if report.skipped else {}),
+    }
+
+
+def _of_training_samples(problem: Problem, state: ServerState, engine: Engine) -> Record:
+    """The recipe's measures of the evaluated model on the clients' samples; None if they cannot be asked."""
+    wanted = [name for name in ("gradient", "margin") if name in problem.recipe.evaluation.measures]
+    if not wanted:
+        return {}
+    measures = {"gradient": gradient_norm, "margin": margin_loss}
+    try:
+        return {name: _number(measures[name](engine, state, problem)) for name in wanted}
+    except AwayError:
+        return dict.fromkeys(wanted)
+
+
+def _sharpness(problem: Problem, state: ServerState, engine: Engine) -> Record:
+    """λ₁ of the Hessian of the global objective, and the bytes of the clients' Hessian products."""
+    from fedflat.flatness import FederatedHessian, top_eigenvalues  # it loads SciPy, which plain runs do not need
+
+    hessian = FederatedHessian(engine, state, problem, sharpness_portion(problem.recipe))
+    try:
+        top = top_eigenvalues(hessian, k=1, tolerance=1e-2, seed=problem.recipe.seed)
+    except AwayError as away:
+        return {"lambda1": None, "sharpness_missing": printable(away)}
+    return {"lambda1": _number(float(top.values[0])), "sharpness_bytes": hessian.bytes}
+
+
+def _number(value: float) -> float | None:
+    """Replace NaN, which JSON lacks."""
+    return value if math.isfinite(value) else None
+
+
+def summary(history: Sequence[Record], recipe: Recipe) -> Record:
+    """Summarize a run in a few numbers; each name says which accuracy it is."""
+    accuracies = [(r["accuracy"], r["round"]) for r in history if r.get("accuracy") is not None]
+    result: Record = {"method": recipe.method, "rounds": history[-1]["round"] if history else 0, "seed": recipe.seed}
+    if accuracies:
+        values = [accuracy for accuracy, _ in accuracies]
+        best = max(accuracies, key=lambda entry: (entry[0], -entry[1]))
+        result |= {
+            "accuracy_last": values[-1],
+            "accuracy_best": best[0],
+            "accuracy_best_round": best[1],
+            "accuracy_mean_of_last_10": sum(values[-10:]) / len(values[-10:]),
+            "loss_last": next(r["loss"] for r in reversed(history) if "loss" in r),
+        }
+        if recipe.evaluation.target is not None:
+            reached = (round for accuracy, round in accuracies if accuracy >= recipe.evaluation.target)
+            result |= {"target": recipe.evaluation.target, "rounds_to_target": next(reached, None)}
+    if recipe.server.stop_loss is not None:
+        losses = [r["train_loss"] for r in history if "train_loss" in r]
+        result |= {"train_loss_last": losses[-1] if losses else None, "stop_loss": recipe.server.stop_loss}
+        result["stopped"] = stopped(recipe, history)
+    if history and "epsilon" in history[-1]:
+        result["epsilon"] = history[-1]["epsilon"]
+    refused = Counter(each["reason"] for record in history for each in record.get("refused", ()))
+    if refused:
+        result["refused"] = dict(refused)
+    totals = {name: sum(record[name] for record in history) for name in ("bytes_down", "bytes_up", "seconds")}
+    return result | totals

@@ -1,0 +1,352 @@
+"""A run on disk: its recipe, metrics and model. Files are written atomically."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as from_safetensors
+from safetensors.torch import save as safetensors_bytes
+from torch import Tensor, nn
+
+from fedflat.errors import RecipeError, RunError
+from fedflat.models import Network
+from fedflat.recipe import Recipe, parsed, read_text, validated
+from fedflat.runs.lock import RunLock
+
+Record = dict[str, Any]
+WHOLE = ("recipe.toml", "model.safetensors", "summary.json")
+GO_ON = "make room, then `fedflat resume` it"
+DAMAGED = "metrics.damaged.jsonl"
+NUMBERS = ("round", "bytes_down", "bytes_up", "seconds")  # fields of every record
+
+
+class RunFolder:
+    """The directory of a running experiment, to which only this process writes until it is closed.
+
+    recipe.toml is written at the start, metrics.jsonl grows round by round, and the model and summary.json are written
+    at the end.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        recipe: Recipe,
+        resume: bool = False,
+        completed: Callable[[Recipe], Recipe] = lambda recipe: recipe,
+        lock: RunLock | None = None,
+        back_to: int | None = None,
+    ) -> None:
+        """Start or resume a run.
+
+        Args:
+            path: the run's directory.
+            recipe: the recipe of the run, with every default filled in.
+            resume: whether the directory may already hold rounds of this run.
+            completed: fills in the defaults of a recipe written by an earlier version.
+            lock: a lock that the caller already holds.
+            back_to: the round that a resumed run returns to.
+        """
+        self.path, self.recipe = path, recipe
+        self._refuse(resume, back_to, completed)
+        with written_to(path, "choose another --out"):
+            private_directory(path)
+            self._lock, self._own = lock or RunLock(path), lock is None
+        try:
+            self._refuse(resume, back_to, completed)  # again: another process may have written before it let go
+            with written_to(path, "choose another --out"):
+                self._metrics = self._begun()
+        except BaseException:
+            self._let_go()
+            raise
+        self._digest = hashlib.sha256()
+
+    def _refuse(self, resume: bool, back_to: int | None, completed: Callable[[Recipe], Recipe]) -> None:
+        if not resume:
+            refuse_taken(self.path)
+        elif (self.path / "recipe.toml").exists():
+            refuse_other(self.path, self.recipe, completed(read_recipe(self.path)), back_to)
+
+    def _let_go(self) -> None:
+        if self._own:
+            self._lock.close()
+
+    def _begun(self) -> FileIO:
+        """The metrics file, after removing half-written files of a killed process."""
+        for left in (left for name in WHOLE for left in self.path.glob(f".{name}.[0-9]*")):
+            left.unlink()
+        write_whole(self.path / "recipe.toml", self.recipe.to_toml().encode())
+        (self.path / "metrics.jsonl").touch(mode=0o600)
+        return self._opened()
+
+    def _opened(self) -> FileIO:
+        return (self.path / "metrics.jsonl").open("r+b", buffering=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._metrics.close()
+        self._let_go()
+
+    def append(self, record: Record) -> None:
+        """Append a record as a line, all of it or nothing."""
+        self._check()
+        line = json.dumps(record).encode() + b"\n"
+        end, rest = self._metrics.tell(), line
+        with written_to(self.path, GO_ON):
+            try:
+                while rest := rest[self._metrics.write(rest) :]:
+                    pass
+            except OSError:
+                self._metrics.truncate(end)
+                raise
+        self._digest.update(line)
+
+    def _check(self) -> None:
+        """Check that the directory is still ours."""
+        with written_to(self.path, GO_ON):
+            self._lock.check()
+
+    def mark(self) -> Record:
+        """Sync the metrics to disk and return their current extent, for a checkpoint."""
+        with written_to(self.path, GO_ON):
+            os.fsync(self._metrics.fileno())
+        return {"bytes": self._metrics.tell(), "sha256": self._digest.hexdigest()}
+
+    def agrees(self, mark: Record) -> bool:
+        """Whether the metrics on disk still begin as they did at the mark."""
+        before = self._before(mark)
+        return len(before) == int(mark["bytes"]) and hashlib.sha256(before).hexdigest() == str(mark["sha256"])
+
+    def rewind(self, mark: Record) -> list[Record]:
+        """Cut the metrics off after a mark, and return the records before it."""
+        before = self._before(mark)
+        with written_to(self.path, GO_ON):
+            self._metrics.truncate()
+        self._digest = hashlib.sha256(before)
+        return [json.loads(line) for line in before.splitlines()]
+
+    def salvage(self, round: int) -> list[Record]:
+        """Recover the readable records of damaged metrics up to a round; the damaged file is kept as `DAMAGED`."""
+        content = read_whole(self.path / "metrics.jsonl")
+        lines = dict[int, bytes]()
+        for line in content.splitlines():
+            record = _record(line)
+            if record and record["round"] <= round:
+                lines.setdefault(record["round"], line)
+        kept = b"".join(lines[at] + b"\n" for at in sorted(lines))
+        with written_to(self.path, GO_ON):
+            write_whole(self.path / DAMAGED, content)
+            write_whole(self.path / "metrics.jsonl", kept)
+            self._metrics.close()
+            self._metrics = self._opened()
+        self._metrics.seek(len(kept))
+        self._digest = hashlib.sha256(kept)
+        return [json.loads(line) for line in kept.splitlines()]
+
+    def _before(self, mark: Record) -> bytes:
+        try:
+            self._metrics.seek(0)
+            return self._metrics.read(mark["bytes"])
+        except OSError as error:
+            raise RunError(f"{self._metrics.name}: cannot be read ({error.strerror}); begin anew elsewhere") from None
+
+    def finish(self, network: Network, summary: Record) -> None:
+        self._check()
+        tensors = whole_model(network.module)
+        # One key only: safetensors writes several keys in no fixed order, and equal runs must give equal files.
+        blob = safetensors_bytes(tensors, {"fedflat": json.dumps({"model": self.recipe.model.name})})
+        versions = {"fedflat": version("fedflat"), "torch": torch.__version__, "python": platform.python_version()}
+        digest = hashlib.sha256(blob).hexdigest()
+        digests = {"model_sha256": digest, "base_sha256": network.base_digest}
+        text = json.dumps({**summary, **digests, "versions": versions}, indent=2)
+        with written_to(self.path, GO_ON):
+            write_whole(self.path / "model.safetensors", blob)
+            write_whole(self.path / "summary.json", text.encode() + b"\n")
+
+
+def whole_model(module: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of a model with its frozen weights; a tied tensor has a copy for each of its names."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in module.state_dict().items()}
+    places = Counter(tensor.data_ptr() for tensor in tensors.values())
+    return {name: tensor.clone() if places[tensor.data_ptr()] > 1 else tensor for name, tensor in tensors.items()}
+
+
+@contextmanager
+def written_to(path: Path, advice: str) -> Iterator[None]:
+    """Turn a disk error (full, broken, no permission) into one sentence.
+
+    Args:
+        path: the path to mention.
+        advice: what to do about it, the end of the sentence.
+
+    Raises:
+        RunError: in place of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); {advice}") from None
+
+
+def _record(line: bytes) -> Record | None:
+    """Parse the record of a round from a line; None if invalid."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(record, dict) and all(type(record.get(name)) in (int, float) for name in NUMBERS)
+    return record if whole and isinstance(record["round"], int) and record["round"] > 0 else None
+
+
+def private_directory(path: Path) -> None:
+    """Create a directory that only its owner can read; an existing one stays unchanged."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def refuse_taken(path: Path) -> None:
+    """Refuse to overwrite a directory that holds a round of a run."""
+    metrics = path / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size:
+        raise RunError(f"{path}: already holds a run; go on with it by `fedflat resume {path}` or choose another --out")
+
+
+def refuse_other(path: Path, recipe: Recipe, begun: Recipe, back_to: int | None = None) -> None:
+    """Refuse to resume a run with another recipe than it began with."""
+    metrics = path / "metrics.jsonl"
+    done = read_whole(metrics).count(b"\n") if metrics.exists() else 0
+    done = done if back_to is None else min(done, back_to)
+    if done > recipe.server.rounds:
+        raise RunError(f"{path}: has done {done} rounds already; set server.rounds to that or more")
+    before, now = begun.essentials(), recipe.essentials()
+    for section, old in before.items():
+        new, name = now[section], section
+        if old != new and isinstance(old, dict):
+            field = next(key for key in {**old, **new} if old.get(key) != new.get(key))
+            old, new, name = old.get(field), new.get(field), f"{section}.{field}"
+        if old != new:
+            raise RunError(f"{path}: was begun with {name} = {old!r}, not {new!r}; resume it as it was, or begin anew")
+
+
+def refuse_other_base(path: Path, recorded: str, base: str) -> None:
+    """Refuse to continue on another base, by comparing the digests of the frozen weights."""
+    if recorded != base:
+        was, now = (f"the base {digest[:12]}…" if digest else "no frozen weights" for digest in (recorded, base))
+        raise RunError(
+            f"{path}: was trained on {was}, and this model has {now}; "
+            "give it the frozen weights that the run began with, or begin anew"
+        )
+
+
+def write_whole(path: Path, content: bytes, public: bool = False) -> None:
+    """Write a file atomically, safe against power loss: write aside, sync, rename.
+
+    Args:
+        path: the file.
+        content: its new content.
+        public: whether other users may read it; otherwise only its owner can.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.touch(mode=0o666 if public else 0o600)
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def read_whole(path: Path) -> bytes:
+    """Read a file.
+
+    Raises:
+        RunError: if it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def sync_directory(path: Path) -> None:
+    """Sync a directory: file names reach the disk only this way."""
+    if sys.platform == "win32":
+        return
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def beside(run: Path, name: str) -> Path:
+    """Return where to write a file about a run; for a checkpoint, in the run's directory with the round in its name."""
+    return run.parent.parent / f"{run.stem}-{name}" if run.suffix == ".json" else run / name
+
+
+def read_recipe(directory: Path) -> Recipe:
+    """Read the recipe of a run from its directory; for a checkpoint, that of its run.
+
+    Raises:
+        RunError: if there is no run, or its recipe cannot be read.
+    """
+    path = (directory.parent.parent if directory.suffix == ".json" else directory) / "recipe.toml"
+    if not path.is_file():
+        raise RunError(f"{directory}: no run is here (no recipe.toml); give a directory that `fedflat run` wrote")
+    try:
+        # Not `recipe.load`: a run's recipe is complete, and the default recipe must not fill in missing values.
+        table = parsed(read_text(path), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{path}: cannot be read ({error})") from None
+    except RecipeError as error:
+        raise RunError(str(error)) from None
+    try:
+        return validated(table)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from None
+
+
+def read_model(directory: Path) -> dict[str, Tensor]:
+    """Read the model of a finished run."""
+    path = Path(directory) / "model.safetensors"
+    if not path.is_file():
+        raise RunError(
+            f"{directory}: the run is not finished (no model.safetensors); let `fedflat resume {directory}` finish it, "
+            "or give one of its checkpoints"
+        )
+    content = read_whole(path)
+    if hashlib.sha256(content).hexdigest() != _promised(Path(directory)):
+        raise RunError(
+            f"{path}: is not the model that summary.json describes (model_sha256); "
+            f"let `fedflat resume {directory}` write it anew, or take it from a backup"
+        )
+    try:
+        return from_safetensors(content)
+    except SafetensorError as error:
+        raise RunError(f"{path}: not a readable safetensors file ({error})") from None
+
+
+def _promised(directory: Path) -> Any:
+    """The SHA-256 of a finished run's model, from its summary."""
+    path = directory / "summary.json"
+    try:
+        return json.loads(read_whole(path))["model_sha256"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise RunError(f"{path}: is damaged; let `fedflat resume {directory}` write it anew") from None

@@ -1,0 +1,264 @@
+"""Sweep files and their runs.
+
+A sweep file is a recipe file with additional tables::
+
+    preset = "sol"
+    after = ["personalize --epochs 1 5"]     # commands for each finished run; their results join its row
+
+    [grid]                                   # every combination is a run
+    method = ["fedavg", "fedsam({rho})"]
+    split.alpha = [0.1, 0.5]
+    size = ["small", "large"]                # not a field of a recipe: a label that overrides explain, or that other
+                                             # values contain in braces
+    seed = [0, 1, 2]
+
+    [fill]                                   # values for names in braces, here and in the rest of the file
+    rho = 0.1
+
+    [[override]]                             # settings for the runs with these grid values (or `skip = true`); a star
+    when = { size = "large", method = "fed*" }              # matches anything
+    set = { model.hidden = [512], local.lr = 0.05 }
+    fill = { rho = 0.05 }
+
+    [scale.laptop]                           # `--scale laptop` overrides everything; it may have its own grid, after
+    server.rounds = 20                       # and overrides
+
+The layers, from weak to strong: the file, the grid values, the overrides in their order, the scale, `--set`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from fedflat.errors import RecipeError, nearest
+from fedflat.recipe import SECTIONS, Recipe, nested, parsed, parsed_override, read_text, stacked
+from fedflat.runs.sweep.overrides import (
+    Override,
+    Table,
+    filled,
+    flattened,
+    listed,
+    names_in,
+    overrides_of,
+    refuse_unused,
+    spelled,
+    subtable,
+)
+
+AFTER = ("personalize", "flatness", "landscape", "duality")
+OWN = ("grid", "fill", "override", "scale")
+FULL = "full"
+LONGEST = 100  # maximum length of a run's directory name; file systems allow 255 bytes
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep: its grid values, its recipe, the commands after it, and the name of its directory."""
+
+    values: dict[str, Any]
+    recipe: Recipe
+    after: tuple[str, ...]
+    slug: str
+
+    @property
+    def label(self) -> str:
+        """The grid values in readable form."""
+        return ", ".join(f"{field} {spelled(value)}" for field, value in self.values.items())
+
+    def asked(self) -> dict[str, Any]:
+        """All settings that the results of the run depend on."""
+        asked = {**self.recipe.essentials(), "after": list(self.after)}
+        asked["server"]["rounds"] = self.recipe.server.rounds
+        return dict(json.loads(json.dumps(asked, default=str)))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All runs of a sweep file at one scale."""
+
+    name: str
+    scale: str
+    points: tuple[Point, ...]
+
+    def only(self, wanted: Iterable[str]) -> Sweep:
+        """Selects runs by grid value.
+
+        Args:
+            wanted: conditions of the form `field=value`. A run must match one value of every field that occurs.
+
+        Raises:
+            RecipeError: a condition is invalid, or no run matches.
+        """
+        chosen: dict[str, set[str]] = {}
+        for text in wanted:
+            field, equals, value = text.partition("=")
+            known = {spelled(point.values[field]) for point in self.points if field in point.values}
+            if not equals or not known:
+                fields = ", ".join(self.points[0].values)
+                raise RecipeError(f"--only {text}: write it as field=value, with one of the grid's fields: {fields}")
+            if value not in known:
+                raise RecipeError(f"--only {text}: {field} has no such value in the grid; {nearest(value, known)}")
+            chosen.setdefault(field, set()).add(value)
+        kept = (p for p in self.points if all(spelled(p.values[f]) in values for f, values in chosen.items()))
+        points = tuple(kept)
+        if not points:
+            raise RecipeError(f"--only {' '.join(wanted)}: no run of the grid matches all of these")
+        return replace(self, points=points)
+
+
+def shipped() -> dict[str, Path]:
+    """The sweep files that come with fedflat, by name."""
+    package = Path(__file__).parents[2]
+    # A wheel has them inside the package, a checkout at the top.
+    folder = next((f for f in (package / "recipes", package.parents[1] / "recipes") if f.is_dir()), package)
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def load_sweep(source: str | Path, scale: str | None = None, overrides: Iterable[str] = ()) -> Sweep:
+    """Loads a sweep.
+
+    Args:
+        source: a sweep file, or the name of one that comes with fedflat.
+        scale: the name of a scale in the file; full scale by default.
+        overrides: settings of the form `field=value`, which apply to every run.
+
+    Raises:
+        RecipeError: the file is missing or invalid.
+    """
+    path = Path(source)
+    if not path.is_file():
+        known = shipped()
+        if str(source) not in known:
+            raise RecipeError(f"{source}: there is no such sweep file or name; {nearest(str(source), known)}")
+        path = known[str(source)]
+    table = _read(path)
+    try:
+        points = tuple(_points(table, _scale(table, scale), [*map(parsed_override, overrides)]))
+    except RecipeError as error:
+        raise RecipeError(f"{path.name}: {error}") from None
+    if not points:
+        raise RecipeError(f"{path.name}: every run of the grid is skipped")
+    return Sweep(path.stem, scale or FULL, _told_apart(points))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return parsed(read_text(path), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read ({error})") from None
+
+
+def _scale(table: Table, name: str | None) -> Table:
+    scales = subtable(table, "scale")
+    if name is None or name == FULL:
+        return {}
+    if name not in scales:
+        raise RecipeError(f"--scale {name}: there is no such scale; {nearest(name, [FULL, *scales])}")
+    return subtable(scales, name)
+
+
+def _points(table: Table, scale: Table, layers: Sequence[Table]) -> Iterator[Point]:
+    grid = _checked(flattened(subtable(table, "grid")))
+    axes = _checked(grid | flattened(subtable(scale, "grid")))
+    base = {name: value for name, value in table.items() if name not in OWN}
+    last = {name: value for name, value in scale.items() if name not in OWN}
+    known = {field: [*grid.get(field, ()), *values] for field, values in axes.items()}
+    common, scaled = (overrides_of(each, known) for each in (table, scale))
+    fill, overrides = {**subtable(table, "fill"), **subtable(scale, "fill")}, [*common, *scaled]
+    used = names_in(base, last, known, [override.set for override in overrides])
+    refuse_unused(fill, overrides, used)
+    _refuse_unexplained({field: values for field, values in axes.items() if field not in used}, overrides)
+    for combination in product(*axes.values()):
+        values = dict(zip(axes, combination, strict=True))
+        met, narrowed = ([o for o in some if o.meets(values)] for some in (common, scaled))
+        if any(override.skip for override in (*met, *narrowed)):
+            continue
+        point = (nested(field, value) for field, value in values.items() if is_field(field))
+        here = {**fill, **values, **{name: value for o in (*met, *narrowed) for name, value in o.fill.items()}}
+        stack = filled([base, *point, *(o.set for o in met), last, *(o.set for o in narrowed), *layers], here)
+        commands: Any = next((each["after"] for each in reversed(stack) if "after" in each), [])
+        recipe = stacked(*({k: v for k, v in each.items() if k != "after"} for each in stack))
+        yield Point(values, recipe, _commands(commands), _slug(values))
+
+
+def _checked(axes: dict[str, Any]) -> dict[str, list[Any]]:
+    if not axes:
+        raise RecipeError("there is no [grid]; list the varying settings there, as in seed = [0, 1, 2]")
+    for field, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise RecipeError(f"grid.{field} = {values!r}: must be a list of at least one value")
+        if len({spelled(value) for value in values}) < len(values):
+            raise RecipeError(f"grid.{field}: a value is listed twice")
+    return axes
+
+
+def _refuse_unexplained(axes: Mapping[str, list[Any]], overrides: Sequence[Override]) -> None:
+    """Raises `RecipeError` for a label that no override explains, which is probably a misspelt field."""
+    for field, values in axes.items():
+        explained = [value for override in overrides for value in override.when.get(field, ())]
+        for value in values:
+            if not is_field(field) and value not in explained:
+                raise RecipeError(f"grid.{field}: a recipe has no such field, and no [[override]] explains {value!r}")
+
+
+def is_field(path: str) -> bool:
+    """Whether a dotted path is a field of a recipe. Any option of model and method counts as one.
+
+    >>> is_field("split.alpha"), is_field("method.rho"), is_field("split.alhpa"), is_field("setting")
+    (True, True, False, False)
+    """
+    section, _, name = path.partition(".")
+    if section not in Recipe.model_fields:
+        return False
+    if not name or section in ("model", "method"):
+        return True
+    return section in SECTIONS and name in type(Recipe.model_fields[section].default).model_fields
+
+
+def _commands(after: Any) -> tuple[str, ...]:
+    for command in listed(after):
+        if not isinstance(command, str) or command.split(" ")[0] not in AFTER:
+            raise RecipeError(f"after: {command!r} cannot follow a run; use {', '.join(AFTER)} with options")
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            raise RecipeError(f"after: {command!r} cannot be read ({error})") from None
+        if any(word.startswith("--trust") for word in words):
+            raise RecipeError(f"after: {command!r}: a file cannot say --trust; whoever runs the sweep can")
+    return tuple(listed(after))
+
+
+def _slug(values: Table) -> str:
+    """The name of a run's directory, from its grid values.
+
+    >>> _slug({"method": "fedsam(0.1)", "split.alpha": 0.1, "seed": 0})
+    'fedsam-0.1_alpha=0.1_seed=0'
+    """
+    pieces = []
+    for field, value in values.items():
+        name = field.rpartition(".")[2]
+        text = spelled(value)
+        pieces.append(text if isinstance(value, str) else f"{name}={text}")
+    return "_".join(re.sub(r"[^\w.=]+", "-", piece).strip("-") for piece in pieces)
+
+
+def _told_apart(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Makes directory names unique: empty, long or ambiguous names end with a digest of the grid values."""
+    shared = Counter(point.slug.casefold() for point in points)
+    named = []
+    for point in points:
+        slug = point.slug
+        if shared[slug.casefold()] > 1 or len(slug.encode()) > LONGEST or not slug.strip("."):
+            digest = hashlib.sha256(json.dumps(point.values).encode()).hexdigest()[:8]
+            slug = f"{slug.encode()[: LONGEST - 9].decode(errors='ignore')}-{digest}"
+        named.append(replace(point, slug=slug))
+    return tuple(named)

@@ -1,0 +1,361 @@
+"""A client that distrusts its server: what the server asks beyond the client's policy is refused, noted and counted."""
+
+import json
+import stat
+import tomllib
+
+import numpy as np
+import pytest
+
+from fedflat.recipe import load
+
+flwr = pytest.importorskip("flwr.app")
+policies = pytest.importorskip("fedflat.flower.policy")
+tallies = pytest.importorskip("fedflat.flower.tally")
+from fedflat.flower import client_app, messages  # noqa: E402
+from fedflat.flower.own import own_problem  # noqa: E402
+from fedflat.rounds import first_state, view  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+RUN = "0123456789abcdef"
+PRIVATE = 'method=local_dp(clip=0.1, noise=8.0, entropy="system")'
+
+
+class Spy:
+    """A server that asks one client whatever it likes, by messages of its own making."""
+
+    def __init__(self, loopback, recipe, folder, policy="", client=2, data=None):
+        self.recipe, self.client, self.folder = recipe, client, folder
+        folder.mkdir(exist_ok=True)
+        config = {"memory": str(folder / "memory")}
+        if policy is not None:
+            (folder / "policy.toml").write_text(policy)
+            config["policy"] = str(folder / "policy.toml")
+        self.grid = loopback.InProcess(client_app(recipe, data), recipe.split.clients, **config)
+        self.problem = own_problem(recipe, -1, 1, None, dict.fromkeys(range(recipe.split.clients), 1))
+        sent = self.problem.method.broadcast(view(self.problem, first_state(self.problem)))
+        self.weights = sent["weights"]
+        self.sent = sent
+
+    def ask(self, kind, vectors=None, **facts):
+        """The facts and vectors of the client's reply."""
+        known = {"run": RUN, "round": 0, "lr": self.recipe.local.lr, "everyone": 1437, "kept_round": -1,
+                 "kept_digest": "", "recipe": policies.digest(self.recipe)}  # fmt: skip
+        content = messages.content(vectors or {}, {**known, **facts})
+        message = flwr.Message(content=content, dst_node_id=100 + self.client, message_type=kind)
+        (name,) = self.grid.push_messages([message])
+        (reply,) = self.grid.pull_messages([name])
+        assert not reply.has_error(), reply.error.reason
+        return messages.read_facts(reply.content), dict(reply.content["vectors"])
+
+    def train(self, **facts):
+        return self.ask("train", self.sent, **facts)
+
+    def hessian(self, vector=None, **facts):
+        vector = self.weights if vector is None else vector
+        return self.ask("query.hessian", {"weights": self.weights, "vector": vector}, **facts)
+
+    @property
+    def ledger(self):
+        return json.loads((self.folder / "memory" / f"client-{self.client}.json").read_text())
+
+
+@pytest.fixture
+def spy(loopback, small, tmp_path):
+    def made(*changes, policy="", client=2, data=None):
+        return Spy(loopback, small(*changes), tmp_path / "client", policy, client, data)
+
+    return made
+
+
+def norm(vectors):
+    return float(np.linalg.norm(vectors["delta"].numpy()))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The recipe
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_cannot_take_the_noise_away(spy):
+    spy = spy(PRIVATE)
+    plain = spy.train()[1]
+    spied = spy.train(set="method=fedavg")[1]
+    expected = 8.0 * 0.1 * spy.weights.numel() ** 0.5
+    assert norm(plain) == pytest.approx(expected, rel=0.2)
+    assert norm(spied) == pytest.approx(expected, rel=0.2)
+
+
+def test_a_message_cannot_run_a_command(spy, tmp_path):
+    mark = tmp_path / "was-here"
+    facts, vectors = spy().train(set=f"model.name=os:system model.command='touch {mark}'")
+    assert "refused" not in facts and "delta" in vectors
+    assert not mark.exists()
+
+
+def test_code_that_the_policy_does_not_name_is_never_imported(spy, tmp_path, monkeypatch):
+    (tmp_path / "sly_net.py").write_text(f"open({str(tmp_path / 'was-here')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    client = spy()
+    client.recipe = load(None, ["model=sly_net:Net"])
+    client.grid.app = client_app(client.recipe)
+    facts, vectors = client.train()
+    assert facts["refused"] == "code: sly_net:Net is none of fedflat's own, and this client's policy does not name it"
+    assert not vectors and not (tmp_path / "was-here").exists()
+
+
+def test_nor_is_a_part_of_a_method(spy):
+    client = spy()
+    client.recipe = load(None, ["method=os:system"])
+    client.grid.app = client_app(client.recipe)
+    assert client.train()[0]["refused"].startswith("code: os:system is none of fedflat's own")
+
+
+def test_only_the_recipe_that_the_client_agreed_to_is_followed(spy, small):
+    agreed = policies.digest(small())
+    assert "refused" not in spy(policy=f'recipe = "sha256:{agreed}"').train()[0]
+    refused = spy("local.lr=0.2", policy=f'recipe = "{agreed}"').train()[0]["refused"]
+    assert refused.startswith("recipe: it has the digest ") and agreed in refused
+
+
+def test_a_server_with_another_recipe_is_told_so(spy, small):
+    said = spy().ask("query", recipe=policies.digest(small("local.lr=0.2")))[0]["refused"]
+    assert said.startswith("recipe: the server goes by another one than this client's")
+
+
+def test_a_run_keeps_the_recipe_that_it_began_with(spy, small):
+    assert "refused" not in spy().train()[0]
+    assert spy("local.momentum=0.5").train()[0]["refused"] == "recipe: it is not the one that this run began with"
+
+
+def test_what_the_server_alone_decides_is_not_in_the_digest(small):
+    same = ["server.rounds=9", "server.cohort=2", "admission.quorum=2", "evaluation.every=0", "deployment.wait=9",
+            "checkpoint.every=3", "engine.workers=2", "data.dir=/elsewhere"]  # fmt: skip
+    other = ["local.epochs=7", 'evaluation.measures=["proximal"]', "split.clients=5", "precision=float64", "seed=1"]
+    assert {policies.digest(small(change)) for change in same} == {policies.digest(small())}
+    assert policies.digest(small()) not in {policies.digest(small(change)) for change in other}
+
+
+def test_the_seed_is_none_of_the_clients_business_unless_it_rehearses(small):
+    secret = "deployment.draws=secret"
+    assert policies.digest(small(secret)) == policies.digest(small(secret, "seed=7"))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Questions
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_no_hessian_product_is_given_that_the_recipe_does_not_measure(spy):
+    assert spy(policy="[answers]\nhessian = 99").hessian()[0]["refused"] == "hessian: the recipe does not measure it"
+
+
+@pytest.mark.parametrize("question", ["hessian", "gradient", "rise", "margin"])
+@pytest.mark.parametrize("method", [PRIVATE, 'method=central_dp(entropy="system")'])
+def test_a_private_method_answers_no_unprotected_question(spy, question, method):
+    client = spy(method, "evaluation.sharpness=1", policy="[answers]\nhessian = 99")
+    vectors = {"weights": client.weights, "vector": client.weights}
+    facts, answer = client.ask(f"query.{question}", vectors, samples=1, seed=0)
+    assert facts["refused"] == f"{question}: a private method answers no question that its noise does not protect"
+    assert not answer
+
+
+def test_a_single_sample_cannot_be_asked_for(spy):
+    """With a product over one sample of a linear model the server reads the sample off the answer."""
+    measured = ["evaluation.sharpness=1", "evaluation.sharpness_samples=4", "model.hidden=[]"]
+    client = spy(*measured, policy="[answers]\nhessian = 99")
+    assert client.hessian(samples=1)[0]["refused"] == (
+        "hessian: 1 samples would be behind the answer, answers.min_samples = 10")  # fmt: skip
+    enough = spy(*measured[:1], "evaluation.sharpness_samples=400", policy="[answers]\nhessian = 99")
+    _, over_many = enough.hessian(samples=1, seed=5)
+    _, as_the_recipe_says = enough.hessian()
+    assert np.array_equal(over_many["answer"].numpy(), as_the_recipe_says["answer"].numpy())
+
+
+def test_a_client_with_too_few_samples_says_nothing(spy):
+    client = spy(policy="[answers]\nmin_samples = 100000")
+    for reply in client.train(), client.ask("query"):
+        assert reply[0]["refused"].endswith("answers.min_samples = 100000") and not reply[1]
+
+
+def test_answers_are_counted_over_all_runs_and_restarts(spy):
+    policy = "[answers]\ntrain = 2\nmin_samples = 1"
+    assert "refused" not in spy(policy=policy).train()[0]
+    assert "refused" not in spy(policy=policy).train(run="f" * 16)[0]
+    last = spy(policy=policy)
+    facts, vectors = last.train(run="e" * 16)
+    assert facts["refused"] == "train: 2 were answered, and answers.train = 2" and not vectors
+    assert last.ledger["answers"] == {"train": 2} and last.ledger["refused"] == {"train": 1}
+
+
+def test_hessian_products_are_counted_too(spy):
+    client = spy("evaluation.sharpness=1", "evaluation.sharpness_samples=0", policy="[answers]\nhessian = 1")
+    assert "answer" in client.hessian()[1]
+    assert client.hessian()[0]["refused"] == "hessian: 1 were answered, and answers.hessian = 1"
+
+
+def test_without_a_policy_strict_rules_hold(spy):
+    client = spy("evaluation.sharpness=1", policy=None)
+    assert "refused" not in client.train(set="method=fedprox")[0]
+    assert client.hessian()[0]["refused"] == "hessian: 0 were answered, and answers.hessian = 0"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Privacy
+# --------------------------------------------------------------------------------------------------------------------
+
+LEAST = '[privacy]\npart = "local_dp"\nclip = 0.2\nnoise = 4.0\n'
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("fedavg", "this client takes part only with local_dp, which the method does not have"),
+        ('central_dp(entropy="system")', "this client takes part only with local_dp"),
+        ('local_dp(clip=0.1, noise=1.0, entropy="system")', "noise = 1 is below this client's least, 4"),
+        ('local_dp(clip=9.0, noise=8.0, entropy="system")', "clip = 9 is above this client's largest, 0.2"),
+    ],
+)
+def test_less_privacy_than_the_client_insists_on_is_refused(spy, method, why):
+    assert why in spy(f"method={method}", policy=LEAST).train()[0]["refused"]
+
+
+def test_noise_from_a_seed_is_refused_by_the_client(loopback, small, tmp_path):
+    recipe = small("method=local_dp(clip=0.1, noise=8.0)")
+    (tmp_path / "policy.toml").write_text(LEAST)
+    grid = loopback.InProcess(client_app(recipe), 4, policy=str(tmp_path / "policy.toml"))
+    content = messages.content({}, {"recipe": policies.digest(recipe)})
+    message = flwr.Message(content=content, dst_node_id=100, message_type="query")
+    grid.push_messages([message])
+    (reply,) = grid.pull_messages(["message-0"])
+    assert "would follow from the recipe's seed" in messages.read_facts(reply.content)["refused"]
+
+
+def test_the_budget_is_the_clients_own_and_outlives_runs(spy):
+    """Each upload has noise z/2 = 4 in units of what it hides: 1/σ² = 1/16, and k of them have σ = 4/√k."""
+    dp = pytest.importorskip("dp_accounting")
+    allowed = dp.get_epsilon_gaussian(4 / 2**0.5, 1e-5)
+    policy = f"{LEAST}epsilon = {allowed + 1e-6}\n"
+    replies = [spy(PRIVATE, policy=policy).train(run=f"{run:016x}")[0] for run in range(3)]
+    would = dp.get_epsilon_gaussian(4 / 3**0.5, 1e-5)
+    assert ["refused" in reply for reply in replies] == [False, False, True]
+    assert replies[-1]["refused"].startswith(f"train: this client's ε would come to {would:.3g}, privacy.epsilon = ")
+    assert spy(PRIVATE, policy=policy).ledger["spent"] == pytest.approx(2 / 16)
+
+
+def test_uploads_without_noise_have_no_place_in_a_budget(spy):
+    assert "ε would come to inf" in spy(policy="[privacy]\nepsilon = 100.0").train()[0]["refused"]
+
+
+def test_a_protected_upload_brings_neither_loss_nor_notes(spy):
+    for method, told in (PRIVATE, False), ("method=fedavg", True):
+        facts, _ = spy(method, 'evaluation.measures=["proximal"]').train(run="a" * 15 + str(int(told)))
+        assert bool(facts["loss"]) == told
+
+
+def test_the_ledger_is_private_and_a_damaged_one_allows_nothing(spy):
+    client = spy("deployment.draws=secret")
+    client.train()
+    path = client.folder / "memory" / "client-2.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.with_suffix(".secret").stat().st_mode) == 0o600
+    for damage in "", "{", '{"answers": {"train": -5}}', '{"spent": -1.0}', '{"spent": NaN}', "[]", '{"other": 1}':
+        path.write_text(damage)
+        facts, vectors = client.train()
+        assert "the client's ledger is damaged" in facts["refused"] and not vectors
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Fields of a message
+# --------------------------------------------------------------------------------------------------------------------
+
+FORGED = {
+    "a run that leads elsewhere": {"run": "../../etc/passwd0"},
+    "no run": {"run": 7},
+    "a negative round": {"round": -1},
+    "a round beyond reason": {"round": 2**62},
+    "a round of words": {"round": "one"},
+    "a round that is true": {"round": True},
+    "no learning rate": {"lr": "big"},
+    "a learning rate that is not the recipe's": {"lr": 1e30},
+    "a learning rate that is not a number": {"lr": float("nan")},
+    "a federation smaller than this client": {"everyone": 1},
+    "a federation beyond reason": {"everyone": 2**62},
+    "a memory of the future": {"kept_round": 5, "kept_digest": "0" * 64},
+    "a memory by a path": {"kept_round": 0, "kept_digest": "/etc/passwd"},
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_field_out_of_its_range_is_refused(spy, forged):
+    facts, vectors = spy().train(**FORGED[forged])
+    assert facts["refused"].startswith("train: ") and not vectors
+
+
+def spoil(sent, name):
+    vector = sent["weights"]
+    bad = vector.clone()
+    bad[3] = float("nan")
+    return {
+        "missing": {},
+        "of another shape": {"weights": vector[:-1]},
+        "of another precision": {"weights": vector.double()},
+        "not finite": {"weights": bad},
+        "with another": {"weights": vector, "more": vector},
+        "oversized": {"weights": vector.repeat(50)},
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "fault", ["missing", "of another shape", "of another precision", "not finite", "with another", "oversized"]
+)
+def test_vectors_that_are_not_the_broadcasts_are_refused(spy, fault):
+    client = spy()
+    facts, vectors = client.ask("train", spoil(client.sent, fault))
+    assert facts["refused"].startswith("train: ") and not vectors
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the server sees of it
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_is_counted_by_the_server_and_logged_by_the_client(deployed, small, tmp_path, capsys):
+    recipe = small("server.cohort=4")
+    limit = "[answers]\ntrain = 2\nmin_samples = 1"
+    _, records = deployed(recipe, policy=limit, memory=str(tmp_path / "memory"))
+    refused = records[-1]["refused"]
+    assert [(r["client"], r["reason"]) for r in refused] == [(client, "policy") for client in range(4)]
+    assert refused[0]["detail"] == "train: 2 were answered, and answers.train = 2"
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["refused"] == {"policy": 4}
+    assert capsys.readouterr().out.count("refused: train: 2 were answered, and answers.train = 2\n") == 4
+
+
+def test_refused_sharpness_is_null_with_the_reason(deployed, small):
+    measured = small("server.rounds=1", "evaluation.sharpness=1")
+    _, (record,) = deployed(measured, policy="[answers]\nmin_samples = 1")
+    assert record["lambda1"] is None
+    assert record["sharpness_missing"].endswith("refuses: hessian: 0 were answered, and answers.hessian = 0")
+
+
+def test_a_policy_file_that_is_not_there_is_not_the_default(loopback, small, tmp_path):
+    client = Spy(loopback, small(), tmp_path / "client")
+    (client.folder / "policy.toml").unlink()
+    assert "the client's policy cannot be read" in client.train()[0]["refused"]
+
+
+@pytest.mark.parametrize("text", ["[answers]\ntrain = -1", "[answer]\ntrain = 1", "code = 'os'", "= 3", "a = " * 9])
+def test_a_mistake_in_a_policy_is_one_sentence(tmp_path, text):
+    (tmp_path / "policy.toml").write_text(text)
+    with pytest.raises(policies.PolicyError, match=r"policy.toml: "):
+        policies.read_policy(tmp_path / "policy.toml")
+
+
+def test_the_policy_that_init_writes_agrees_with_its_recipe(tmp_path, small):
+    project = pytest.importorskip("fedflat.flower.project")
+    project.write_app(tmp_path / "wards", small("evaluation.sharpness=2"))
+    recipe = load(tmp_path / "wards" / "wards" / "recipe.toml")
+    found = policies.read_policy(tmp_path / "wards" / "policy.toml")
+    assert found.recipe == f"sha256:{policies.digest(recipe)}"
+    assert found.answers.train >= recipe.server.rounds and found.answers.hessian > 0
+    assert tomllib.loads((tmp_path / "wards" / "policy.toml").read_text())["privacy"]["part"] == "none"

@@ -1,0 +1,128 @@
+"""Clients in common steps: the same as one by one, up to rounding."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedflat import federate, train
+from fedflat.local.kernels.rows import can_share, group_size, train_together
+from fedflat.local.rule import LocalRule
+from fedflat.methods.parts import ActivationNorm, Ascent, Proximal
+from fedflat.models.vector import Network
+from fedflat.rounds import client
+
+
+@pytest.fixture(scope="module")
+def many():
+    """Forty clients of very different sizes, so that batches are ragged and steps unequal."""
+    return federate("digits", "sizes", 40, exponent=1.0, seed=2)
+
+
+@pytest.fixture
+def shared_steps(monkeypatch):
+    """The sizes of the groups that really went together."""
+    sizes = []
+
+    def counted(network, start, rules, batches):
+        sizes.append(len(rules))
+        return train_together(network, start, rules, batches)
+
+    monkeypatch.setattr(client, "train_together", counted)
+    return sizes
+
+
+def weights(result):
+    return torch.cat([p.detach().flatten() for p in result.model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedprox(0.1)", "fedsam", "feddyn", "scaffold", "fedsmoo", "fedspeed", "fedcm", "fedlesam"]
+)
+def test_common_steps_give_the_weights_of_single_ones(many, method, shared_steps):
+    settings = dict(
+        model="mlp", model_hidden=[16], method=method, rounds=3, cohort=20, batch=8, lr=0.05, momentum=0.5,
+        weight_decay=1e-3, clip=1.0, engine="inline", precision="float64",
+    )  # fmt: skip
+    one, together = (train(many, **settings, group=group) for group in (1, 7))
+    torch.testing.assert_close(weights(together), weights(one), rtol=1e-9, atol=1e-11)
+    assert [r["local_loss"] for r in together.history] == pytest.approx([r["local_loss"] for r in one.history])
+    assert sorted(shared_steps) == [6] * 3 + [7] * 6, "all clients, and only those of the second run, went together"
+
+
+def test_in_float32_they_agree_to_1e_5(many):
+    settings = dict(model="mlp", model_hidden=[32], method="fedavg", rounds=3, cohort=40, batch=10, engine="inline")
+    one, together = (weights(train(many, **settings, group=group)) for group in (1, 16))
+    assert float((one - together).norm() / one.norm()) < 1e-5
+
+
+def test_convolutions_can_share_too(many, shared_steps):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+
+    settings = dict(rounds=2, cohort=12, engine="inline", precision="float64")
+    one, together = (weights(train(many, net(), "fedsam", **settings, group=group)) for group in (1, 5))
+    torch.testing.assert_close(together, one, rtol=1e-9, atol=1e-11)
+    assert sorted(shared_steps) == [2, 2, 5, 5, 5, 5]
+
+
+def test_the_number_of_workers_does_not_change_a_bit(many):
+    settings = dict(model="mlp", method="feddyn", rounds=2, cohort=33, group=8)
+    runs = [train(many, **settings, engine="inline")]
+    runs += [train(many, **settings, engine="pool", workers=n) for n in (1, 3)]
+    assert all(torch.equal(weights(run), weights(runs[0])) for run in runs[1:])
+
+
+def test_what_looks_into_a_pass_goes_one_by_one():
+    network = Network(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    plain = LocalRule(0.1, 3)
+
+    def shared(network, rules):
+        return can_share(network, rules, F.cross_entropy, torch.tensor([0]))
+
+    sent = {"weights": network.weights}
+    assert shared(network, [plain, LocalRule(0.1, 5)])
+    assert shared(network, [Proximal(0.1).plan(Ascent(0.1).plan(plain, sent, {}), sent, {})] * 2)
+    assert not shared(network, [ActivationNorm(0.1).plan(plain, sent, {})] * 2)
+    assert not shared(network, [plain, LocalRule(0.2, 3)])
+    assert not shared(Network(nn.Sequential(nn.Dropout(), nn.Linear(4, 2))), [plain, plain])
+    assert not shared(Network(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))), [plain, plain])
+
+
+def test_groups_are_for_small_models_and_large_cohorts():
+    small, middle, large = (Network(nn.Sequential(nn.Linear(n, 10))) for n in (200, 8_000, 20_000))
+    assert [group_size(small, cohort) for cohort in (100, 64, 20, 15)] == [16, 16, 5, 1]
+    assert group_size(middle, 100) == 16
+    assert group_size(large, 100) == 1
+    autograd = Network(nn.Sequential(nn.Tanh(), nn.Linear(200, 10)))
+    assert group_size(autograd, 100) == 16
+    assert group_size(Network(nn.Sequential(nn.Tanh(), nn.Linear(8_000, 10))), 100) == 1
+    assert group_size(Network(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))), 100) == 1
+
+
+def test_dropout_is_drawn_for_each_turn_and_not_from_the_global_generator(many):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10))
+
+    results = []
+    for engine in ("inline", "pool", "inline"):
+        module = net()
+        torch.manual_seed(len(results))
+        before = torch.get_rng_state()
+        results.append(weights(train(many, module, rounds=2, cohort=4, engine=engine)))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("method", ["fedlesam(rho=0.0)", "fedsol(rho=0.0, source='scaffold')"])
+def test_a_look_at_the_loss_draws_no_mask_of_dropout(many, method):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10))
+
+    settings = {"rounds": 2, "cohort": 4, "engine": "inline", "group": 1}
+    plain = weights(train(many, net(), "fedavg", **settings))
+    assert torch.equal(weights(train(many, net(), method, **settings)), plain)

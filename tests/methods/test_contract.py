@@ -1,0 +1,280 @@
+"""What a part must keep to is checked when a method is made, and a mistake is one sentence that names the part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from fedflat import Method, Part, option, trusted
+from fedflat.errors import RecipeError
+from fedflat.methods.catalogue import CATALOGUE
+from fedflat.methods.parser import parse
+from fedflat.methods.part import ServerView
+from fedflat.methods.parts import ActivationNorm, ConsensusAscent, DynamicDual, LocalPrivacy, ProximalAscent
+
+
+def part(name: str = "Mine", **members: Any) -> Part:
+    """A part with these functions, which are called without `self`, and these declarations."""
+    wrapped = {key: staticmethod(f) if callable(f) else f for key, f in members.items()}
+    made: Part = dataclass(frozen=True)(type(name, (Part,), wrapped))()
+    return made
+
+
+def halved(delta: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.arange(len(delta)) % 2 == 0, delta, 0.0)
+
+
+def test_all_methods_of_the_catalogue_keep_to_it():
+    for entry in CATALOGUE.values():
+        entry.build()
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_a_part_that_uploads_the_raw_update_after_another_has_changed_it_is_refused(order):
+    thin = part("Thins", report=lambda u, s, m, o: (u.update(delta=halved(u.delta)), m))
+    loud = part("Doubles", report=lambda u, s, m, o: (u.update(delta=2 * o.delta), m))
+    if order:
+        with pytest.raises(RecipeError, match="Doubles drops the Δ that Thins has made"):
+            Method(thin, loud)
+    else:
+        assert [type(p).__name__ for p in Method(loud, thin).parts] == ["Doubles", "Thins"]
+    assert isinstance(Method(LocalPrivacy(), loud).parts[-1], LocalPrivacy)
+
+
+WRITING = {
+    "first_state": lambda w: (w.zero_(), {})[1],
+    "first_memory": lambda w: (w.zero_(), {})[1],
+    "broadcast": lambda server: (server.weights.zero_(), {})[1],
+    "plan": lambda rule, sent, memory: (sent["weights"].zero_(), rule)[1],
+    "report": lambda upload, sent, memory, outcome: (upload, (upload.delta.zero_(), memory)[1]),
+    "merge": lambda move, server, uploads: (move.mul_(0.5), {}),
+    "evaluated": lambda server: (server.weights.zero_(), None)[1],
+}
+
+
+@pytest.mark.parametrize("function", WRITING)
+def test_a_part_that_writes_to_what_it_is_given_is_refused(function):
+    with pytest.raises(RecipeError, match="Mine writes to a tensor that it was given"):
+        Method(part(**{function: WRITING[function]}))
+
+
+def test_a_part_that_writes_to_the_average_or_to_anothers_pull_is_refused():
+    with pytest.raises(RecipeError, match="Mine writes to"):
+        Method(part(merge=lambda move, server, uploads: (uploads.average("delta").zero_(), (move, {}))[1]))
+    silencing = part(plan=lambda rule, *_: (None if rule.pull is None else rule.pull.zero_(), rule)[1])
+    Method(silencing)
+    with pytest.raises(RecipeError, match="Mine writes to"):
+        Method(DynamicDual(), silencing)
+
+
+def test_a_part_that_empties_anothers_carry_is_refused():
+    with pytest.raises(RecipeError, match="Mine drops the carry that ConsensusAscent has set"):
+        Method(ConsensusAscent(), part(plan=lambda rule, *_: (rule.carry.clear(), rule)[1]))
+
+
+def test_a_part_may_fill_the_table_of_its_own_memory():
+    def keep(upload, sent, memory, outcome):
+        memory["sum"] = memory["sum"] + outcome.delta
+        return upload, memory
+
+    assert Method(part(first_memory=lambda w: {"sum": torch.zeros_like(w)}, report=keep)).memory == ("sum",)
+
+
+def writing_ascent(slope, carry):
+    g = slope()
+    slope.weights.sub_(g)
+    return g, carry
+
+
+class Optimiser:
+    """An optimiser whose `start` and call are what a test wants."""
+
+    def __init__(self, call, start=lambda weights: {}):
+        self.call, self.start = call, start
+
+    def __call__(self, g, weights, memory, layout, k):
+        return self.call(g, weights, memory)
+
+
+STEPS: list[tuple[Any, str]] = [
+    (dict(ascent=writing_ascent), "its ascent writes to the client's weights"),
+    (dict(ascent=lambda slope, carry: slope()), "Tensor|a tensor of shape"),
+    (
+        dict(ascent=lambda slope, carry: (slope()[:3], carry)),
+        r"a tensor of shape \(3,\) \(float32\) is returned where a vector",
+    ),
+    (dict(ascent=lambda slope, carry: (slope(), None)), "NoneType is returned where a table"),
+    (dict(ascent=lambda slope, carry: (slope(carry["u"]), carry)), "fails on a small example"),
+    (dict(descent=Optimiser(lambda g, w, m: (g, (w.zero_(), m)[1]))), "its optimiser writes to the client's weights"),
+    (dict(descent=Optimiser(lambda g, w, m: g)), "is returned where the optimiser's vector and table are due"),
+    (dict(descent=Optimiser(lambda g, w, m: (g, m), lambda w: None)), "NoneType is returned where a table"),
+]
+
+
+@pytest.mark.parametrize(("ingredients", "sentence"), STEPS)
+def test_the_ingredients_of_a_step_are_tried_out_when_a_method_is_made(ingredients, sentence):
+    with pytest.raises(RecipeError, match=f"^method: Mine.*({sentence})"):
+        Method(part(plan=lambda rule, *_: replace(rule, **ingredients)))
+
+
+@pytest.mark.parametrize(
+    "method", ["man(layers='official_convnet')", ProximalAscent(ActivationNorm(layers="official_convnet"))]
+)
+def test_a_part_for_one_model_only_need_not_suit_the_small_example(method):
+    parse(method)
+
+
+def zeros(weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"mine": torch.zeros_like(weights)}
+
+
+@pytest.mark.parametrize(
+    ("members", "sentence"),
+    [
+        (
+            dict(first_memory=lambda w: {"mine": w.new_zeros(2)}),
+            r"its first_memory makes 'mine' a tensor of shape \(2,\) .* where the weights are a tensor of shape \(43",
+        ),
+        (
+            dict(first_memory=lambda w: {"mine": torch.zeros(len(w))}),  # float32 whatever the recipe's precision
+            r"its first_memory makes 'mine' .* \(float32\) where the weights are .* \(float64\)",
+        ),
+        (
+            dict(first_memory=zeros, report=lambda u, s, m, o: (u, {"mine": o.delta[:2]})),
+            r"its report returns 'mine' as a tensor of shape \(2,\) .*, but in first_memory it is a tensor",
+        ),
+        (
+            dict(first_memory=zeros, report=lambda u, s, m, o: (u, {"mine": o.delta > 0})),
+            "its report returns 'mine' as a tensor of shape .* .bool., but in first_memory",
+        ),
+        (
+            dict(first_state=zeros, merge=lambda move, *_: (move, {"mine": move.sum()})),
+            r"its merge returns 'mine' as a tensor of shape \(\) .*, but in first_state it is a tensor of shape \(43",
+        ),
+    ],
+)
+def test_what_is_kept_has_the_size_and_type_that_it_began_with(members, sentence):
+    with pytest.raises(RecipeError, match=f"^method: Mine: {sentence}"):
+        Method(part(**members))
+
+
+def test_a_state_may_have_any_size():
+    counting = part(
+        first_state=lambda w: {"rounds": w.new_zeros(1)},
+        merge=lambda move, server, uploads: (move, {"rounds": server["rounds"] + 1}),
+    )
+    assert Method(counting).state == ("rounds",)
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("first_state", lambda w: None, "NoneType is returned"),
+    ("first_state", lambda w: {"a": 0.0}, "a table of tensors"),
+    ("first_memory", lambda w: {"a": 1}, "a table of tensors"),
+    ("first_memory", lambda w: w.nothing, "fails on a small example, a network of two linear layers"),
+    ("broadcast", lambda server: None, "NoneType is returned"),
+    ("broadcast", lambda server: {"weights": server.weights[:3]}, r"a tensor of shape \(3,\) \(float32\) is returned"),
+    ("plan", lambda *_: None, "NoneType is returned where plan's rule is due"),
+    ("plan", lambda rule, *_: rule.layout.slices["conv1.weight"], "must work with any model"),
+    ("report", lambda upload, *_: upload, "Upload is returned where report's upload and memory are due"),
+    ("report", lambda upload, *_: (upload.delta, {}), "where report's upload is due"),
+    ("report", lambda upload, *_: (upload, None), "NoneType is returned"),
+    ("report", lambda upload, *_: (upload, {"new": upload.delta}), "hands over 'new'"),
+    ("report", lambda upload, *_: (replace(upload, delta=upload.delta[:3]), {}), "a vector of the model's size"),
+    ("merge", lambda move, *_: move, "where merge's move and state are due"),
+    ("merge", lambda move, *_: (0.0, {}), "float is returned where a vector of the model's size is due"),
+    ("merge", lambda move, *_: (move, {"new": move}), "hands over 'new'"),
+    ("evaluated", lambda server: server["nothing"], "fails on a small example"),
+    ("evaluated", lambda server: 3, "int is returned"),
+    ("stage", "clients", "must be one of 'client', 'server', 'evaluation'"),
+    ("sees", "all", "must be one of 'average', 'each'"),
+    ("protects", "uploads", "must be one of '', 'upload', 'average'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "sentence"), WRONG)
+def test_what_is_not_due_is_named(name, value, sentence):
+    with pytest.raises(RecipeError, match=f"^method: Mine.*{sentence}"):
+        Method(part(**{name: value}))
+
+
+def test_an_option_cannot_have_the_name_of_a_declaration():
+    @dataclass(frozen=True)
+    class Mine(Part):
+        protects: float = option(0.1, "how much")  # type: ignore[assignment]
+
+    with pytest.raises(RecipeError, match=r"Mine\.protects = 0\.1: must be one of"):
+        Method(Mine())
+
+
+@pytest.mark.parametrize("other", ["man", DynamicDual])
+def test_only_parts_make_a_method(other):
+    with pytest.raises(RecipeError, match="is not a part"):
+        Method(other)
+
+
+def test_what_a_wrapper_wraps_must_be_a_part():
+    with pytest.raises(RecipeError, match="3 is not a part"):
+        Method(ProximalAscent(3))
+
+
+def test_a_module_that_fails_on_import_is_named(tmp_path, monkeypatch):
+    (tmp_path / "failing_part.py").write_text("raise RuntimeError('boom')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(trusted, "_packages", {"failing_part"})
+    with pytest.raises(RecipeError, match=r"failing_part cannot be imported \(RuntimeError: boom\)"):
+        parse("failing_part:Mine")
+    with pytest.raises(RecipeError, match=r"'my-package\.parts:Mine': is not a path of the form package\.module:Class"):
+        parse("my-package.parts:Mine")
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda uploads: uploads.sum("delta", [1.0] * len(uploads)),
+        lambda uploads: uploads.weights,
+        lambda uploads: list(uploads),
+        lambda uploads: uploads[0],
+    ],
+)
+def test_sums_with_weights_of_ones_own_show_single_uploads_and_must_be_declared(look):
+    def merge(move, server, uploads):
+        look(uploads)
+        return move, {}
+
+    with pytest.raises(RecipeError, match='its merge looks at single uploads; declare `sees = "each"`'):
+        Method(part(merge=merge))
+    Method(part(merge=merge, sees="each"))
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("default", "limits", "sentence", "inside", "outside"),
+    [
+        (1.0, dict(), "a number", [-1e9, 0, 2.5], [INF, -INF, NAN, True, "1", None]),
+        (1.0, dict(low=0), "a number ≥ 0", [0, 0.0, 7], [-1e-9, INF, False]),
+        (1.0, dict(low=0, open_low=True), "a number > 0", [1e-9, 3], [0, 0.0, -1]),
+        (1.0, dict(low=0, high=2), "a number from 0 to 2", [0, 1.5, 2], [-0.1, 2.1]),
+        (1.0, dict(low=0, high=2, open_low=True), "a number above 0 to 2", [0.1, 2.0], [0, 2.1]),
+        (3, dict(low=1), "a whole number ≥ 1", [1, 9], [0, 1.0, 2.5, True]),
+        (3, dict(low=1, high=4), "a whole number from 1 to 4", [1, 4], [5, 2.0]),
+        (False, dict(), "true or false", [True, False], [0, 1, 1.0, "true"]),
+        ("a", dict(choices=("a", "b")), "'a' or 'b'", ["a", "b"], ["c", 0, None]),
+        ("a", dict(choices=("a",)), "'a'", ["a"], ["b"]),
+        (0, dict(choices=(0, 1)), "0 or 1", [0, 1], [2, 0.0, 1.0]),
+    ],
+)
+def test_the_values_that_an_option_may_take(default, limits, sentence, inside, outside):
+    allowed = option(default, "", **limits).metadata["range"]
+    assert str(allowed) == sentence
+    assert all(value in allowed for value in inside)
+    assert not any(value in allowed for value in outside)
+
+
+def test_a_move_arrives_at_the_weights_plus_the_servers_rate_times_it():
+    weights, move = torch.tensor([1.0, -2.0]), torch.tensor([4.0, 0.5])
+    assert ServerView(weights, weights, 0, 10, lr=0.5).arrival(move).tolist() == [3.0, -1.75]

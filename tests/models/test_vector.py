@@ -1,0 +1,172 @@
+"""A model and its flat vector are the same thing, for every network and precision."""
+
+import hashlib
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from fedflat import models
+from fedflat.errors import RecipeError
+from fedflat.models.vector import Layout, Network
+
+SHAPES = {"convnet-gn": (3, 64, 64)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", models.MODELS)
+def test_model_to_vector_and_back_is_the_identity(name, dtype):
+    module = models.build(name, SHAPES.get(name, (3, 32, 32)), 10).to(dtype)
+    tensors = {key: tensor.clone() for key, tensor in module.named_parameters()}
+    network = Network(module, dtype)
+    assert network.weights.dtype == dtype
+    assert torch.equal(network.weights, torch.cat([tensor.reshape(-1) for tensor in tensors.values()]))
+    views = network.layout.views(network.weights)
+    assert all(torch.equal(views[key], tensor) for key, tensor in tensors.items())
+    assert torch.equal(network.layout.flatten(views), network.weights)
+    network.weights.zero_()
+    assert not any(parameter.any() for parameter in module.parameters())
+
+
+def test_gradients_land_in_the_flat_vector_in_the_same_places():
+    network = Network(models.build("mlp", (1, 4, 4), 3, hidden=(5,)), torch.float64)
+    gradient = network.differentiate(network.module(torch.ones(2, 1, 4, 4, dtype=torch.float64)).square().sum())
+    expected = torch.autograd.grad(
+        network.module(torch.ones(2, 1, 4, 4, dtype=torch.float64)).square().sum(), list(network.module.parameters())
+    )
+    assert torch.equal(gradient, torch.cat([g.reshape(-1) for g in expected]))
+
+
+def test_a_mask_marks_the_tensors_by_name():
+    layout = Layout({"a.weight": torch.Size([2, 2]), "a.bias": torch.Size([3])})
+    assert layout.mask(lambda name: name.endswith("bias")).tolist() == [False] * 4 + [True] * 3
+
+
+def partly_frozen():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    module[2].requires_grad_(False)
+    return module
+
+
+def test_frozen_parameters_are_not_in_the_vector():
+    module = partly_frozen()
+    frozen, tensors = module[2].weight.clone(), dict(module.named_parameters())
+    network = Network(module, torch.float64)
+    assert [*network.layout.shapes] == ["0.weight", "0.bias", "4.weight", "4.bias"]
+    assert network.size == network.weights.numel() == 15 + 8
+    assert network.head == slice(15, 23)
+    assert [*network.base] == ["2.weight", "2.bias"]
+    assert all(network.base[name] is tensors[name] for name in network.base)
+    network.weights.zero_()
+    network.bind(torch.ones(23))
+    assert torch.equal(module[2].weight, frozen.double()) and module[2].weight.dtype == torch.float64
+    assert bool((module[0].weight == 1).all())
+
+
+def test_the_gradient_is_that_of_the_trained_parameters():
+    network = Network(partly_frozen(), torch.float64)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    trained = [parameter for parameter in network.module.parameters() if parameter.requires_grad]
+    expected = torch.cat([g.reshape(-1) for g in torch.autograd.grad(network.module(x).square().sum(), trained)])
+    assert torch.equal(network.differentiate(network.module(x).square().sum()), expected)
+    partials = network.partials(network.module(x).square().sum())
+    assert torch.equal(torch.cat([g.reshape(-1) for g in partials]), expected)
+    assert torch.equal(network.differentiate_head(network.module(x).square().sum()), expected[network.head])
+
+
+def test_the_digest_tells_bases_apart():
+    first = Network(partly_frozen())
+    assert Network(nn.Linear(2, 2)).base_digest == ""
+    digest = hashlib.sha256()
+    for name, tensor in first.base.items():
+        digest.update(repr((name, tuple(tensor.shape), "torch.float32")).encode())
+        digest.update(tensor.detach().numpy().tobytes())
+    assert first.base_digest == digest.hexdigest()
+
+    shifted, renamed, fewer, more = (partly_frozen() for _ in range(4))
+    with torch.no_grad():
+        bias = shifted[2].bias
+        bias[0] = torch.nextafter(bias[0], torch.tensor(9.0))
+    renamed = nn.Sequential(OrderedDict((f"layer{name}", layer) for name, layer in renamed.named_children()))
+    fewer[2].bias.requires_grad_(True)
+    more[0].bias.requires_grad_(False)
+    wide = Network(partly_frozen(), torch.float64)
+    found = {wide.base_digest, first.base_digest, *(Network(m).base_digest for m in (shifted, renamed, fewer, more))}
+    assert len(found) == 6
+    first.weights.zero_()
+    assert first.base_digest == digest.hexdigest()
+
+
+def test_a_base_may_hold_anything():
+    module = partly_frozen()
+    module.register_parameter("scale", nn.Parameter(torch.tensor(2.0), requires_grad=False))
+    module.register_parameter("codes", nn.Parameter(torch.tensor([1, -3], dtype=torch.int8), requires_grad=False))
+    module.register_parameter("none", nn.Parameter(torch.zeros(0, 3), requires_grad=False))
+    network = Network(module, torch.float64)
+    assert network.size == 23 and network.base["codes"].dtype == torch.int8
+    before = network.base_digest
+    network.base["codes"].data[0] = 2
+    assert network.base_digest != before
+
+
+def test_another_process_gets_the_base_too():
+    network = Network(partly_frozen())
+    other = pickle.loads(pickle.dumps(network))
+    assert other.base_digest == network.base_digest and other.head == network.head
+    assert torch.equal(other.weights, network.weights)
+    other.weights.zero_()
+    assert bool(network.weights.any())
+
+
+def test_a_model_that_trains_nothing_is_refused():
+    sentence = r"^model: all of its parameters are frozen \(requires_grad = False\), so there is nothing to train$"
+    with pytest.raises(RecipeError, match=sentence):
+        Network(partly_frozen().requires_grad_(False))
+
+
+class Tied(nn.Module):
+    """An autoencoder's two layers, of which the second is the head, with one weight for both."""
+
+    def __init__(self, head_first: bool) -> None:
+        super().__init__()
+        names = ("head", "body") if head_first else ("body", "head")
+        for name in names:
+            self.add_module(name, nn.Linear(3, 3))
+        self.head.weight = self.body.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_tied_parameter_is_there_once_and_is_not_the_heads_own(head_first):
+    network = Network(Tied(head_first), torch.float64)
+    network.choose_head(torch.ones(1, 3, dtype=torch.float64))
+    assert network.size == 9 + 3 + 3
+    assert network.head_module is network.module.head and network.head == slice(0, 0)
+    network.weights.zero_()
+    assert not network.module.head.weight.any() and network.module.head.weight is network.module.body.weight
+    network.module.body.weight.requires_grad_(False)
+    frozen = Network(network.module, torch.float64)
+    assert frozen.size == 6 and len(frozen.base) == 1 and frozen.head == slice(0, 0)
+
+
+def test_a_frozen_head_has_no_place_in_the_vector_and_half_of_one_has_the_rest():
+    module = partly_frozen()
+    module[4].weight.requires_grad_(False)
+    network = Network(module)
+    assert network.head_module is module[4] and network.head == slice(15, 17)
+    module[4].requires_grad_(False)
+    assert Network(module).head == slice(0, 0)
+
+
+def test_a_head_with_two_names_is_still_a_head():
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    module.add_module("classifier", module[1])
+    module.forward = lambda x: module[1](module[0](x))
+    network = Network(module)
+    network.choose_head(torch.ones(1, 4))
+    assert network.size == 23 and network.head == slice(15, 23)

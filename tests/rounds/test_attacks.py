@@ -1,0 +1,368 @@
+"""Uploads by somebody who wants to do harm: each attack that once worked, and that whatever is accepted does little."""
+
+import json
+import math
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from fedflat import Dataset, Federation, Part, Samples, train
+from fedflat.engine.inline import Inline
+from fedflat.errors import DataError
+from fedflat.methods.chain import Method
+from fedflat.methods.parser import parse
+from fedflat.methods.uploads import Upload
+from fedflat.models.vector import Network
+from fedflat.recipe import Admission, Evaluation, Local, Server
+from fedflat.rounds.admission import NOTES, check_samples, counted_samples
+from fedflat.rounds.client import Problem, Refusal
+from fedflat.rounds.metrics import flat_record
+from fedflat.rounds.server import NORMS, conduct, first_state
+
+SIZES = (3, 4, 5, 6, 5)
+SIZE = 6  # parameters
+
+
+class Claimed(Federation):
+    """A federation of which the server knows only what the clients said in their hello."""
+
+    hello: ClassVar = dict(enumerate(SIZES))
+
+    def samples(self, client):
+        if client not in self.hello:
+            raise DataError(f"client {client} was not connected")
+        return self.hello[client]
+
+
+def problem(method="scaffold + fednova", trusted=False, kind=Federation, **local):
+    chance = torch.Generator().manual_seed(0)
+    samples = Samples(torch.randn(sum(SIZES), 2, generator=chance), torch.arange(sum(SIZES)) % 2)
+    federation = kind(Dataset("few", samples, samples, 2, (), ()), torch.arange(sum(SIZES)).split(list(SIZES)))
+    torch.manual_seed(0)
+    method = parse(method) if isinstance(method, str) else method
+    network = Network(nn.Sequential(nn.Linear(2, 2)))
+    return Problem.of(federation, network, method, Local(**{"batch": 1, "lr": 0.1, **local}), deployed=not trusted)
+
+
+def honest(task, client, scale=1.0, **changes):
+    """A sound upload of a client that says of itself what is so."""
+    chance, steps = torch.Generator().manual_seed(client), SIZES[client]
+    sent = {name: scale * torch.randn(size, generator=chance) for name, size in task.uploads.items()}
+    if "normaliser" in sent:
+        sent["normaliser"] = torch.tensor([steps, steps], dtype=torch.float32)
+    upload = Upload(client, SIZES[client], steps, 0.1, 0.5, sent.pop("delta"), sent)
+    return replace(upload, **changes)
+
+
+class Arriving:
+    """An engine to which these uploads come."""
+
+    memory = None
+
+    def __init__(self, uploads):
+        self.uploads = uploads
+
+    def local_rounds(self, broadcast, cohort):
+        yield from self.uploads
+
+    def release(self, client): ...
+
+    def remember(self, uploads): ...
+
+
+def after(task, uploads, state=None, limits=None, measures=("consistency",), average="samples"):
+    watch, server = Evaluation(measures=list(measures)), Server(average=average)
+    cohort = [upload.client for upload in uploads]
+    return conduct(task, state or first_state(task), Arriving(uploads), cohort, server, watch, limits)
+
+
+def refusals(report):
+    return [(refusal.client, refusal.reason) for refusal in report.refused]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Notes
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forger(Part):
+    """A client of six samples that notes something under a name of the record's own."""
+
+    name: str = "bytes_up"
+
+    def report(self, upload, sent, memory, outcome):
+        return replace(upload, notes={self.name: math.pi}) if outcome.rule.steps == 6 else upload, {}
+
+
+OWN_KEYS = ["bytes_up", "round", "skipped", "cohort", "refused", "accuracy"]
+
+
+@pytest.mark.parametrize("name", OWN_KEYS)
+def test_a_note_never_takes_the_place_of_a_key_of_the_record(name, tmp_path):
+    federation, out = problem().federation, tmp_path / "run"
+    settings = dict(batch=1, cohort=5, engine="inline", out=out)
+    train(federation, nn.Sequential(nn.Linear(2, 2)), Method(Forger(name)), rounds=2, **settings)
+    result = train(federation, nn.Sequential(nn.Linear(2, 2)), Method(Forger(name)), rounds=3, resume=True, **settings)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2, 3]
+    assert all(line["bytes_up"] == 5 * SIZE * 4 and line["cohort"] == [*range(5)] for line in lines)
+    assert all(line["notes"] == {name: pytest.approx(math.pi)} for line in lines)
+    assert not any("skipped" in line or "refused" in line for line in lines)
+    assert (result.summary["rounds"], result.summary["bytes_up"]) == (3, 3 * 5 * SIZE * 4)
+
+
+@pytest.mark.parametrize("name", [*OWN_KEYS, "x" * 10_000, "\x1b[2J"])
+def test_in_a_deployment_a_client_that_notes_anything_else_than_its_method_is_refused(name):
+    task = problem("fedavg")
+    _, report = after(task, [honest(task, 0), honest(task, 3, notes={name: math.pi})])
+    assert (refusals(report), report.notes) == ([(3, "notes")], {})
+    assert report.refused[0].detail.isprintable()
+    assert len(report.refused[0].detail) < 200
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [{f"activation/{i}": 1.0 for i in range(NOTES + 1)}, {"activation/1": math.nan}, {"activation/1": 1e30},
+     {"activation/1": "high"}, {"activation/nowhere": 1.0}, {"activation/1#100": 1.0}, {7: 1.0}, {"loss": 1.0},
+     {"activation/1": 10**400}],
+)  # fmt: skip
+def test_notes_are_bounded_in_number_name_and_value(notes):
+    task = problem("man")
+    task.network = Network(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    good = [honest(task, i, notes={"activation/1": 0.5, "activation/1#2": 0.1}) for i in range(3)]
+    _, report = after(task, [*good, honest(task, 3, notes=notes)])
+    assert refusals(report) == [(3, "notes")]
+    assert report.notes == {"activation/1": pytest.approx(0.5), "activation/1#2": pytest.approx(0.1)}
+
+
+def test_a_record_has_the_notes_under_their_own_key_and_one_of_0_1_is_read_alike():
+    new = {"round": 3, "loss": 1.0, "notes": {"cosine": 0.25}}
+    old = {"round": 3, "loss": 1.0, "cosine": 0.25}
+    assert flat_record(new) == flat_record(old) == old
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Numbers
+# --------------------------------------------------------------------------------------------------------------------
+
+NORMALISERS = [torch.tensor([a, 6.0]) for a in (1e-30, 1e-6, 1e6, 7.0)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"steps": 1e-30}, "weight"), ({"steps": 1}, "claim"), ({"steps": 10**6}, "claim"), ({"steps": True}, "weight"),
+        ({"samples": 1e-300}, "weight"), ({"samples": 2**62}, "weight"), ({"samples": 7}, "claim"),
+        ({"samples": 10**5000}, "weight"), ({"lr": 1e-300}, "claim"), ({"lr": 1e300}, "weight"), ({"lr": 0.2}, "claim"),
+        ({"loss": 1e300}, "claim"), ({"loss": 10**400}, "not finite"), ({"steps": "6"}, "weight"),
+    ],
+)  # fmt: skip
+def test_a_number_that_the_recipe_does_not_give_is_refused_in_one_sentence(changes, reason):
+    task = problem()
+    state, report = after(task, [*(honest(task, i) for i in range(3)), honest(task, 3, **changes)])
+    assert refusals(report) == [(3, reason)]
+    assert len(report.refused[0].detail) < 300
+    expected, _ = after(task, [honest(task, i) for i in range(3)])
+    assert torch.equal(state.weights, expected.weights)
+
+
+@pytest.mark.parametrize("normaliser", NORMALISERS)
+def test_fednovas_normaliser_follows_from_the_steps(normaliser):
+    task = problem()
+    bad = honest(task, 3)
+    bad = replace(bad, vectors={**bad.vectors, "normaliser": normaliser})
+    _, report = after(task, [honest(task, 0), bad])
+    assert refusals(report) == [(3, "claim")]
+    assert "by the recipe and its samples it is 6" in report.refused[0].detail
+
+
+@pytest.mark.parametrize("method", ["fedswa", "perfedavg", "fedcm(momentum_aware=True)", "fednova + fedprox", "feddc"])
+def test_what_the_server_expects_is_what_a_client_of_the_real_engine_says(method):
+    task = problem(method, momentum=0.5, lr_decay=0.9, epochs=2)
+    state = first_state(task)
+    with closing(Inline(task)) as engine:
+        for _ in range(2):
+            state, report = conduct(task, state, engine, range(5))
+            assert report.refused == []
+
+
+def test_the_samples_of_a_hello_have_a_range_and_count_up_to_a_multiple_of_the_median():
+    assert check_samples(2**62, Admission())
+    assert check_samples("many", Admission()) and check_samples(True, Admission()) and check_samples(0, Admission())
+    assert check_samples(20, Admission()) == ""
+    assert counted_samples({0: 10, 1: 12, 2: 10**9}, Admission(max_share=5.0)) == {0: 10, 1: 12, 2: 60}
+    assert counted_samples({0: 10, 1: 12, 2: 10**9}, Admission(max_share=0.0))[2] == 10**9
+    assert counted_samples({}, Admission()) == {}
+
+
+def test_a_claim_of_a_billion_samples_in_its_hello_does_not_own_the_average(monkeypatch):
+    monkeypatch.setattr(Claimed, "hello", {0: 3, 1: 4, 2: 5, 3: 10**8})
+    task = problem("fedavg", kind=Claimed, steps=4)
+    uploads = [honest(task, i, steps=4, delta=torch.zeros(SIZE)) for i in range(3)]
+    liar = honest(task, 3, samples=10**8, steps=4, delta=torch.ones(SIZE))
+    first = first_state(task)
+    moved = {}
+    for share in (0.0, 2.0):
+        state, report = after(task, [*uploads, liar], limits=Admission(max_share=share, outlier=0.0))
+        assert report.refused == []
+        moved[share] = float((state.weights - first.weights).max())
+    assert moved[0.0] == pytest.approx(1, abs=1e-5)
+    assert moved[2.0] == pytest.approx(9 / (3 + 4 + 5 + 9)), "twice the median of 3, 4, 5 and 10⁸"
+
+
+def test_a_simulation_trusts_its_own_counts():
+    task = problem("fedavg", trusted=True)
+    _, report = after(task, [honest(task, 0, samples=10**8), honest(task, 1)])
+    assert report.refused == []
+
+
+def test_a_merge_that_is_not_finite_is_skipped_and_changes_nothing():
+    task, limits = problem("fedavg", trusted=True), Admission(max_norm=math.inf, outlier=0.0)
+    first = first_state(task)
+    huge = [honest(task, i, delta=torch.full((SIZE,), 3e38)) for i in range(3)]
+    state, report = after(task, huge, limits=limits)
+    assert (
+        report.skipped
+        == "the merged weights would not be finite, so the state stays as it was; lower admission.max_norm"
+    )
+    assert (state.round, report.cohort) == (1, [])
+    assert torch.equal(state.weights, first.weights)
+
+
+def test_a_part_that_keeps_nan_of_its_own_is_merged():
+    task = problem("fedgf", trusted=True)
+    state, report = after(task, [honest(task, i) for i in range(3)])
+    assert not report.skipped
+    assert bool(state.vectors["window"].isnan().any())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Whatever is accepted leaves the state finite and the move bounded
+# --------------------------------------------------------------------------------------------------------------------
+
+WILD = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True), st.integers(-(10**20), 10**20), st.booleans(), st.none(),
+    st.sampled_from([0.1, 0.1000001, 1e-30, 1e-300, 1e300, 3, 4, 5, 6, 2**62]),
+)  # fmt: skip
+ENTRIES = st.one_of(st.floats(width=32), st.sampled_from([0.0, 1.0, -30.0, 3e38, 1e-45, 5.0]))
+LIMITS = Admission(max_norm=100.0)
+TASKS = {name: problem(name) for name in ("fedavg", "scaffold + fednova", "fedcm", "feddyn", "fedsmoo", "fedadam")}
+
+
+@st.composite
+def wild_uploads(draw, task):
+    sound = honest(task, draw(st.integers(0, 4)))
+    vectors = {
+        name: draw(st.one_of(
+            st.just(vector), ENTRIES.map(lambda x, v=vector: torch.full_like(v, x)),
+            st.lists(ENTRIES, min_size=len(vector), max_size=len(vector)).map(torch.tensor)))
+        for name, vector in {"delta": sound.delta, **sound.vectors}.items()
+    }  # fmt: skip
+    numbers = {
+        name: draw(st.one_of(st.just(getattr(sound, name)), WILD)) for name in ("samples", "steps", "lr", "loss")
+    }
+    return replace(sound, delta=vectors.pop("delta"), vectors=vectors, **numbers)
+
+
+@given(st.sampled_from(sorted(TASKS)), st.sampled_from(["samples", "uniform"]), st.data())
+@settings(max_examples=200, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+def test_any_upload_that_is_accepted_leaves_the_state_finite_and_the_move_bounded(name, average, data):
+    task = TASKS[name]
+    state = first_state(task)
+    for _ in range(2):
+        uploads = {upload.client: upload for upload in data.draw(st.lists(wild_uploads(task), min_size=1, max_size=4))}
+        before = state
+        state, report = after(task, list(uploads.values()), state, LIMITS, average=average)
+        for vector in (state.weights, state.buffers, *state.vectors.values()):
+            assert bool(vector.isfinite().all())
+        # ‖Δ‖ ≤ 100; FedNova's τ/a ≤ 2 for these sizes, FedDyn adds a mean of Δ that it has seen, FedAdam's step is ≤ 1.
+        assert float((state.weights - before.weights).norm()) <= 4 * LIMITS.max_norm
+        assert {*report.cohort} | {client for client, _ in refusals(report)} == {*uploads} or report.skipped
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Outliers, by default
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def long(task, client, norm):
+    return honest(task, client, delta=torch.full((SIZE,), norm / math.sqrt(SIZE)))
+
+
+@pytest.mark.parametrize("measures", [("consistency",), ()])
+def test_by_default_an_update_far_beyond_the_running_median_is_refused(measures):
+    task = problem("fedavg")
+    state, report = after(task, [long(task, i, 1.0) for i in range(4)], measures=measures)
+    assert report.refused == []
+    assert [float(x) for x in state.vectors[NORMS]] == [0, 0, 0, 0, pytest.approx(1.0)]
+    _, report = after(task, [*(long(task, i, 1.0) for i in range(4)), long(task, 4, 80.0)], state, measures=measures)
+    assert refusals(report) == [(4, "norm")]
+    assert report.refused[0].detail == "‖Δ‖ = 80 is more than 50 × the cohorts' running median 1"
+
+
+def test_in_the_first_round_it_is_the_cohorts_own_median():
+    task = problem("fedavg")
+    _, report = after(task, [*(long(task, i, 1.0) for i in range(4)), long(task, 4, 80.0)], measures=())
+    assert refusals(report) == [(4, "norm")]
+    _, report = after(task, [long(task, 0, 1.0), long(task, 1, 1000.0)], measures=())
+    assert report.refused == [], "of two nobody can say which one lies"
+
+
+def test_in_a_small_cohort_the_rounds_before_remember():
+    task = problem("fedavg")
+    state, _ = after(task, [long(task, i, 1.0) for i in range(4)])
+    _, report = after(task, [long(task, 0, 1.0), long(task, 1, 1000.0)], state)
+    assert refusals(report) == [(1, "norm")]
+
+
+def test_when_all_norms_grow_at_once_nobody_is_an_outlier():
+    task = problem("fedavg")
+    state, _ = after(task, [long(task, i, 1.0) for i in range(4)])
+    _, report = after(task, [long(task, i, 80.0) for i in range(4)], state)
+    assert report.refused == []
+
+
+def test_who_has_more_steps_than_the_mean_client_may_go_further():
+    task = problem("fedavg")
+    _, report = after(task, [*(long(task, i, 1.0) for i in range(3)), long(task, 3, 56.0), long(task, 4, 57.0)])
+    assert refusals(report) == [(4, "norm")], "six steps where a mean client has five allow 60; five allow 50"
+
+
+def test_a_private_sum_compares_nobody():
+    task = problem("central_dp(noise=0)", trusted=True)
+    state, _ = after(task, [long(task, i, 1.0) for i in range(4)], measures=())
+    _, report = after(task, [*(long(task, i, 1.0) for i in range(4)), long(task, 4, 1000.0)], state, measures=())
+    assert report.refused == []
+
+
+def test_the_running_median_is_in_the_checkpoint_and_a_resumed_run_has_the_same(digits, tmp_path):
+    settings = dict(model="mlp", model_hidden=[4], cohort=4, batch=0, engine="inline", every=2)
+    train(digits, rounds=4, out=tmp_path / "straight", **settings)
+    train(digits, rounds=2, out=tmp_path / "resumed", **settings)
+    train(digits, rounds=4, out=tmp_path / "resumed", resume=True, **settings)
+    kept = [load_file(tmp_path / run / "checkpoints/00000004.server.safetensors") for run in ("straight", "resumed")]
+    norms = [each[f"state.{NORMS}"] for each in kept]
+    assert torch.equal(*norms)
+    assert int((norms[0] > 0).sum()) == 4
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Texts and answers
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_clients_error_text_is_one_short_line_without_escape_sequences():
+    task = problem("fedavg")
+    text = "\x1b[2J\x1b]0;owned\x07" + "\n" * 5 + "x" * 5_000_000
+    _, report = conduct(task, first_state(task), Arriving([Refusal(3, "rai\x1b[0msed", text)]), [3])
+    (refusal,) = report.refused
+    assert len(refusal.detail) <= 300 and len(refusal.reason) <= 40
+    assert refusal.detail.isprintable() and refusal.reason.isprintable() and report.skipped.isprintable()

@@ -1,0 +1,251 @@
+"""Exported models: what others get is the model, in every form, and a card that tells the truth about it."""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+import fedflat
+from fedflat.errors import RecipeError, RunError
+from fedflat.federation.augment import normalise
+from fedflat.models import MODELS, build
+from fedflat.models.source_code import source
+from fedflat.recipe import load
+from fedflat.runs.build import load_run, prepare
+from fedflat.runs.experiment import execute
+from fedflat.runs.export import Normalised, Signature, export, onnx_bytes
+
+QUICK = ["server.rounds=3", "engine=inline", "local.epochs=1", "checkpoint.every=1"]
+
+
+def finished(run, *changes):
+    problem = prepare(load(None, [*QUICK, *changes]))
+    execute(problem, run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return finished(tmp_path_factory.mktemp("runs") / "one", "method=fedsam(0.05) + man")
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    return {path.name: path for path in export(run)}
+
+
+def executed(card):
+    """What each piece of the card's Python takes and gives, in a process of its own in which there is no fedflat."""
+    pieces = re.findall(r"```python\n(.*?)```", card.read_text("utf-8"), re.S)
+    name = "images" if "images = " in pieces[0] else "inputs"
+    whole = "import sys\nsys.modules['fedflat'] = None\n"
+    for number, piece in enumerate(pieces):
+        keep = f'np.savez("kept{number}.npz", inputs=np.asarray({name}), logits=np.asarray(logits))'
+        whole += f"{piece}\nimport numpy as np\n{keep}\n"
+    subprocess.run([sys.executable, "-c", whole], cwd=card.parent, check=True, timeout=120)
+    kept = [np.load(card.parent / f"kept{number}.npz") for number in range(len(pieces))]
+    return [(torch.from_numpy(file["inputs"]), torch.from_numpy(file["logits"])) for file in kept]
+
+
+def answer(run, inputs):
+    """The logits of the run's model for inputs that are not normalised yet."""
+    problem = load_run(run)
+    data = problem.federation.dataset
+    with torch.no_grad():
+        return problem.network.module(normalise(inputs, data.mean, data.std, inputs.dtype))
+
+
+def signature(name, shape=(3, 32, 32)):
+    channels = (0.5, 0.4, 0.3)[: shape[0]]
+    return Signature(name, {}, shape, 10, channels, (0.2, 0.3, 0.4)[: shape[0]], True, torch.float32)
+
+
+def test_the_tensors_are_the_runs_under_their_plain_names(run, exported):
+    ours, theirs = load_file(exported["model.safetensors"]), load_file(run / "model.safetensors")
+    assert ours.keys() == theirs.keys() == dict(load_run(run).network.module.state_dict()).keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with safe_open(exported["model.safetensors"], "pt") as file:
+        facts = json.loads(file.metadata()["fedflat"])
+    assert (facts["model"], facts["classes"], facts["shape"]) == ("mlp", 10, [1, 8, 8])
+    assert (facts["mean"], facts["std"]) == ([0.305], [0.376])
+
+
+def test_the_cards_python_runs_without_fedflat_and_gives_the_models_answers(run, exported):
+    pytorch, runtime = executed(exported["README.md"])
+    for inputs, logits in (pytorch, runtime):
+        assert inputs.shape == (4, 1, 8, 8)
+        torch.testing.assert_close(logits, answer(run, inputs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_network_is_the_same_in_onnx_for_any_batch(name):
+    network = build(name, (3, 32, 32), 10).eval()
+    content = onnx_bytes(network, signature(name))
+    session = onnxruntime.InferenceSession(content)
+    assert (session.get_inputs()[0].name, session.get_inputs()[0].shape[1:]) == ("images", [3, 32, 32])
+    for size in (1, 3):
+        images = torch.rand(size, 3, 32, 32, generator=torch.Generator().manual_seed(size))
+        (logits,) = session.run(None, {"images": images.numpy()})
+        with torch.no_grad():
+            expected = network(normalise(images, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
+        torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_networks_code_stands_alone_and_builds_the_same_network(name):
+    space = {}
+    exec(compile(source(name), "network.py", "exec"), space)
+    network, twin = build(name, (1, 28, 28), 7), space[MODELS[name].__name__](shape=(1, 28, 28), classes=7)
+    twin.load_state_dict(network.state_dict())
+    images = torch.rand(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(twin.eval()(images), network.eval()(images))
+
+
+def test_the_card_says_data_method_paper_rounds_and_which_accuracy(run, exported):
+    card = exported["README.md"].read_text("utf-8")
+    summary = json.loads((run / "summary.json").read_text())
+    front = yaml.safe_load(card.split("---")[1])
+    (metric,) = front["model-index"][0]["results"][0]["metrics"]
+    assert (metric["value"], metric["name"]) == (
+        summary["accuracy_last"],
+        "accuracy on the test samples after round 3",
+    )
+    assert front["pipeline_tag"] == "image-classification"
+    assert {"fedsam", "man"} <= {*front["tags"]}
+    for text in (
+        "3 rounds with 20 clients",
+        "`dirichlet` (alpha = 0.1, refill = False)",
+        "`fedsam(rho=0.05) + man(zeta=0.15, layers='all')`",
+        "Generalized Federated Learning via Sharpness Aware Minimization, ICML",
+        f"| **this model**, after round 3 | **{summary['accuracy_last']:.4f}** |",
+        "It is not differentially private",
+    ):
+        assert text in card
+    assert load(exported["recipe.toml"]) == load(run / "recipe.toml")
+    assert exported["recipe.toml"].read_text() in card
+
+
+def test_the_cards_digests_are_those_of_the_files_and_an_export_can_be_repeated(run, exported, tmp_path):
+    card = exported["README.md"].read_text("utf-8")
+    for name, path in exported.items():
+        assert name == "README.md" or f"| {name} | `{hashlib.sha256(path.read_bytes()).hexdigest()}` |" in card
+    assert all(path.read_bytes() == exported[path.name].read_bytes() for path in export(run, tmp_path / "again"))
+
+
+def test_no_file_tells_where_it_was_made(tmp_path):
+    from fedflat.federation import partition
+
+    shards = [shard.numpy() for shard in fedflat.federate("digits", "iid", 3).shards]
+    partition.save(tmp_path / "own.npz", shards)
+    run = finished(tmp_path / "run", f"split={tmp_path / 'own.npz'}", f"data.dir={tmp_path}")
+    places = (str(tmp_path).encode(), str(Path(fedflat.__file__).parent).encode(), str(Path(torch.__file__)).encode())
+    for path in export(run):
+        assert not [place for place in places if place in path.read_bytes()], path.name
+
+
+def test_a_checkpoint_is_exported_with_its_own_round_and_accuracy(run):
+    manifest = run / "checkpoints/00000002.json"
+    files = {path.name: path for path in export(manifest, onnx=False)}
+    assert files["README.md"].parent == run / "00000002-export"
+    assert "model.onnx" not in files
+    accuracy = json.loads(manifest.read_text())["accuracy"]
+    assert f"| **this model**, after round 2 | **{accuracy:.4f}** |" in files["README.md"].read_text("utf-8")
+    weights = load_file(run / "checkpoints/00000002.server.safetensors")["weights"]
+    tensors, module = load_file(files["model.safetensors"]), load_run(manifest).network.module
+    assert torch.equal(torch.cat([tensors[name].flatten() for name, _ in module.named_parameters()]), weights)
+
+
+def test_numbers_that_are_no_pixels_and_double_precision_are_exported_as_they_are(tmp_path):
+    chance = np.random.default_rng(0)
+    x, y = chance.normal(size=(60, 5)), chance.integers(0, 3, 60)
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y, mean=[2.0], std=[3.0])
+    changes = ["data=arrays", f"data.dir={tmp_path / 'mine.npz'}", "split=iid", "split.clients=3", "precision=float64"]
+    run = finished(tmp_path / "run", *changes)
+    card = next(path for path in export(run) if path.name == "README.md")
+    assert "`inputs` of shape (N, 5), numbers as in the data set" in card.read_text("utf-8")
+    for inputs, logits in executed(card):
+        assert logits.dtype == torch.float64
+        torch.testing.assert_close(logits, answer(run, inputs), rtol=0, atol=1e-6)
+
+
+def test_a_federation_made_in_python_is_exported_in_python(tmp_path, digits):
+    result = fedflat.train(digits, rounds=1, engine="inline", out=tmp_path / "run")
+    with pytest.raises(RunError, match=r"its federation was made in Python; call fedflat\.runs\.export\.export"):
+        export(tmp_path / "run")
+    files = {path.name: path for path in export(tmp_path / "run", onnx=False, federation=digits)}
+    assert "The split among 8 clients is made in Python" in files["README.md"].read_text("utf-8")
+    tensors = load_file(files["model.safetensors"])
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in result.model.state_dict().items())
+
+
+class OneSize(nn.Module):
+    """A network of which the exporter makes one for a single batch size."""
+
+    def forward(self, x):
+        return x.flatten(1) * len(x)
+
+
+class Undecided(nn.Module):
+    """A network whose way depends on the numbers that pass: it has no graph."""
+
+    def forward(self, x):
+        return x.flatten(1) if x.sum() > 0 else -x.flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("network", "sentence"),
+    [(OneSize(), "as ONNX it would allow only one batch size"), (Undecided(), "cannot be converted to ONNX")],
+)
+def test_a_network_that_onnx_cannot_hold_is_one_sentence(network, sentence, capfd):
+    with pytest.raises(RunError, match=rf"^model mine: .*{sentence}.*; leave it out with --no-onnx$") as raised:
+        onnx_bytes(network, signature("mine", (1, 8, 8)))
+    assert "\n" not in str(raised.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_normalisation_in_the_file_is_the_one_in_training():
+    images = torch.randint(256, (2, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    inside = Normalised(nn.Identity(), signature("mine", (3, 4, 4)))(images / 255)
+    torch.testing.assert_close(inside, normalise(images, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
+
+
+def test_nothing_is_written_over_and_an_unfinished_run_is_named(run, exported, tmp_path):
+    with pytest.raises(RunError, match=r"export: already exists; choose another directory with -o$"):
+        export(run)
+    (tmp_path / "recipe.toml").write_text((run / "recipe.toml").read_text())
+    with pytest.raises(RunError, match="the run is not finished"):
+        export(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_is_named(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedflat.runs.export.find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"pip install 'fedflat\[onnx\]'; or leave it out: --no-onnx"):
+        export(run, tmp_path / "out")
+
+
+def test_the_command_lists_what_it_wrote_and_says_nothing_else(run, tmp_path):
+    command = [sys.executable, "-m", "fedflat.cli", "export", run, "-o", "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    named = [line.split()[0] for line in done.stdout.splitlines()]
+    assert {*named} == {f"out/{path.name}" for path in (tmp_path / "out").iterdir()}
+    assert "out/model.onnx" in named
+
+
+def test_the_card_names_a_part_of_the_users_own(tmp_path):
+    run = finished(tmp_path / "own", "method=fedflat.methods.parts:Ascent(rho=0.05) + man")
+    card = {path.name: path for path in export(run)}["README.md"].read_text("utf-8")
+    assert "- **fedflat.methods.parts:Ascent**: a custom part." in card
