@@ -1,17 +1,18 @@
-"""What bfloat16 does to accuracy: FedAvg on CIFAR-10 in float32 and in bf16, three seeds each.
+"""Accuracy with bfloat16: FedAvg on CIFAR-10 in float32 and in bf16, three seeds each.
 
     FEDFLAT_DATA=… python benchmarks/bf16_accuracy.py [--rounds 20]
 
-The job J2: 100 equal clients, 10 a round, the FedAvg-CNN, 5 local epochs. A seed changes the initial weights, the
-cohorts and the batches, not the split. Exits 1 if the mean accuracy in bf16 lies outside of the float32 seeds' range.
+The job J2: 100 equal clients, 10 per round, the FedAvg-CNN, 5 local epochs. A seed changes the initial weights, the
+cohorts and the batches, but not the split. Exits 1 if the mean accuracy in bf16 is outside the range of the float32
+seeds.
 """
 
 import argparse
 import sys
 
-from fedflat.prepare import prepare
 from fedflat.recipe import load
-from fedflat.run import execute
+from fedflat.runs.build import prepare
+from fedflat.runs.experiment import execute
 
 SEEDS = (0, 1, 2)
 
@@ -22,7 +23,7 @@ def accuracy(precision: str, seed: int, rounds: int) -> float:
         "model=fedavg-cnn", "local.epochs=5", "local.batch=50", "local.lr=0.01", "local.momentum=0.9",
         "local.weight_decay=1e-5", "server.cohort=10", f"server.rounds={rounds}", "evaluation.every=0",
     ]  # fmt: skip
-    found = execute(*prepare(load(None, overrides))).accuracy
+    found = execute(prepare(load(None, overrides))).accuracy
     print(f"{precision}, seed {seed}: {found:.4f}", file=sys.stderr, flush=True)
     return found
 

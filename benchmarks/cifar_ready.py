@@ -1,8 +1,8 @@
-"""How long a full CIFAR-10 federation takes to be ready, and what it weighs; in a fresh process for each form.
+"""Time and memory to load a full CIFAR-10 federation, in a fresh process for each file format.
 
     FEDFLAT_DATA=… python benchmarks/cifar_ready.py
 
-The bound is 3 seconds and 250 MB for the data, on top of what importing torch takes.
+The bound is 3 seconds and 250 MB for the data, in addition to importing torch.
 """
 
 import json

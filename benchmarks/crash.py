@@ -1,10 +1,10 @@
-"""Kill runs, go on with them, and compare them with runs that nobody touched; exits 1 if a bit differs.
+"""Kills runs, resumes them, and compares them with undisturbed runs; exits 1 if a bit differs.
 
     python benchmarks/crash.py [--kills 50] [--seed 0]
 
-A run is killed by SIGKILL after a random time, or at a random step on the disk: before a sync, a removal or a renaming,
+A run is killed with SIGKILL after a random time, or at a random disk operation: before a sync, a removal or a rename,
 the last with only a part of the file written. Then it is resumed to its end. Weights, server state, client memory and
-metrics (all but `seconds`) have to be those of the undisturbed run. Tiny rounds on digits; prints a Markdown table.
+metrics (all except `seconds`) must equal those of the undisturbed run. Tiny rounds on digits; prints a Markdown table.
 """
 
 import argparse
@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
-from fedflat.checkpoint import verified
-from fedflat.prepare import prepare
 from fedflat.recipe import load
-from fedflat.run import execute
+from fedflat.rounds import Problem
+from fedflat.runs.build import prepare
+from fedflat.runs.checkpoint import verified
+from fedflat.runs.experiment import execute
 
 METHODS = ("fedavg", "scaffold", "fedsmoo + man(0.15)", "fedadam")
 TINY = ["model.hidden=[8]", "split.clients=8", "server.cohort=3", "server.rounds=12", "local.steps=3",
@@ -68,7 +69,7 @@ class Case:
 
     def __init__(self, method: str) -> None:
         settings = [*TINY, f"method={method}", "engine.workers=2"]
-        self._plans = {engine: prepare(load(None, [*settings, f"engine={engine}"])) for engine in ENGINES}
+        self._problems = {engine: prepare(load(None, [*settings, f"engine={engine}"])) for engine in ENGINES}
         self.seen: Counter[str] = Counter()
         with tempfile.TemporaryDirectory() as folder:
             begun = time.perf_counter()
@@ -98,7 +99,7 @@ class Case:
         self, folder: Path, engine: str, resume: bool = False, after: float | None = None, arm: Any = None
     ) -> int:
         """The exit code of a process that trains in a folder, killed after some seconds or by itself."""
-        process = get_context("fork").Process(target=train, args=(*self._plans[engine], folder, resume, arm))
+        process = get_context("fork").Process(target=train, args=(self._problems[engine], folder, resume, arm))
         process.start()
         process.join(after)
         process.kill()
@@ -106,10 +107,10 @@ class Case:
         return int(process.exitcode or 0)
 
 
-def train(problem: Any, recipe: Any, folder: Path, resume: bool, arm: tuple[int, float] | None) -> None:
+def train(problem: Problem, folder: Path, resume: bool, arm: tuple[int, float] | None) -> None:
     if arm:
         strike(*arm)
-    execute(problem, recipe, folder, resume=resume, warn=surprised)
+    execute(problem, folder, resume=resume, warn=surprised)
 
 
 def surprised(damage: str) -> None:

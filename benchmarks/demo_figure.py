@@ -1,22 +1,22 @@
-"""The README's picture: three methods on twenty very different clients of the digits, over five seeds.
+"""The figure of the README: three methods on the digits with twenty very different clients, over five seeds.
 
 python benchmarks/demo_figure.py
 """
 
 from pathlib import Path
 
-from fedflat.prepare import gather, prepare
 from fedflat.recipe import load
 from fedflat.report.picture import draw_curves, draw_split
-from fedflat.run import execute
+from fedflat.runs.build import gather, prepare
+from fedflat.runs.experiment import execute
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 METHODS = ("fedavg", "fedsam", "feddyn + man(0.15)")
 
 
 def accuracy(method: str, seed: int) -> list[tuple[int, float]]:
-    problem, recipe = prepare(load(None, [f'method="{method}"', f"seed={seed}"]))
-    return execute(problem, recipe).curve("accuracy")
+    problem = prepare(load(None, [f'method="{method}"', f"seed={seed}"]))
+    return execute(problem).curve("accuracy")
 
 
 if __name__ == "__main__":

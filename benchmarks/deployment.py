@@ -26,14 +26,15 @@ from loopback import HOST, InProcess, Loopback, free_ports, lines, wait
 from timing import interleaved
 
 from fedflat.flower import client_app
-from fedflat.flower.server import serve
-from fedflat.prepare import prepare
+from fedflat.flower.service import serve
 from fedflat.recipe import Recipe, load
-from fedflat.run import execute
+from fedflat.runs.build import prepare
+from fedflat.runs.experiment import execute
 
 METHODS = ("fedavg", "scaffold", "fedsmoo", "fedsol", "feddyn+man(0.1)")
 ROUNDS, CLIENTS = 3, 3
-COMMON = [f"split.clients={CLIENTS}", f"server.cohort={CLIENTS}", f"server.rounds={ROUNDS}", "engine.group=1"]
+COMMON = [f"split.clients={CLIENTS}", f"server.cohort={CLIENTS}", f"server.rounds={ROUNDS}", "engine.group=1",
+          "deployment.draws=recipe"]  # fmt: skip
 PATIENCE = 600.0  # seconds after which a run counts as hanging
 AGAIN = "flwr run again"
 
@@ -73,7 +74,7 @@ def seconds(out: Path) -> list[float]:
 
 
 def simulated(method: str, out: Path, engine: str = "inline") -> str:
-    execute(*prepare(recipe(method, engine)), out)
+    execute(prepare(recipe(method, engine)), out)
     return digest(out)
 
 
@@ -95,7 +96,8 @@ def matrix(folder: Path) -> bool:
             outs = {way: folder / f"{method}-{way}" for way in ("inline", "pool", "ray", "in-process", "deployment")}
             row = {engine: simulated(method, outs[engine], engine) for engine in ("inline", "pool", "ray")}
             serve(InProcess(client_app(recipe(method)), CLIENTS), recipe(method), outs["in-process"])
-            site.run(outs["deployment"], f"method={method}")
+            site.adopt(recipe(method))
+            site.run(outs["deployment"])
             finished(outs["deployment"])
             found[method] = row | {way: digest(outs[way]) for way in ("in-process", "deployment")}
             found[method]["seconds a round"] = " ".join(f"{s:.1f}" for s in seconds(outs["deployment"]))
@@ -189,7 +191,8 @@ def killed(process: subprocess.Popen[bytes]) -> None:
 
 
 def in_second_round(site: Loopback, out: Path, changes: str = "") -> None:
-    site.run(out, f"method=scaffold {changes}")
+    site.adopt(recipe("scaffold"))
+    site.run(out, changes)
     wait(lambda: lines(out / "metrics.jsonl") == 1, PATIENCE, "the first round")
     time.sleep(2)
 
@@ -202,7 +205,7 @@ def server_killed(folder: Path) -> tuple[str, float, int]:
         (server,) = site.inhabitants("flwr-serverapp")
         os.kill(server, signal.SIGKILL)
         gone = lost(out)
-        site.run(out, "method=scaffold")
+        site.run(out)
         return AGAIN, finished(out), gone
 
 
@@ -214,7 +217,7 @@ def link_killed(folder: Path) -> tuple[str, float, int]:
         killed(site.first)
         gone = lost(out)
         site.link()
-        site.run(out, "method=scaffold")
+        site.run(out)
         return f"SuperLink started again, {AGAIN}", finished(out), gone
 
 
@@ -274,9 +277,9 @@ import sys; sys.path.insert(0, {place!r})
 from fedflat.flower import client_app
 app = client_app({recipe!r})
 from loopback import InProcess
-from fedflat.flower.server import Nodes
+from fedflat.flower.nodes import Nodes
 from fedflat.recipe import load
-assert Nodes(InProcess(app, 1), load({recipe!r}), "").online() == {{0: 100}}
+assert Nodes(InProcess(app, 1), load({recipe!r})).online() == {{0: 100}}
 """
 
 

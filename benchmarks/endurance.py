@@ -3,10 +3,10 @@
     python benchmarks/endurance.py --job rounds [--rounds 5000]
     python benchmarks/endurance.py --job clients [--clients 100000]
 
-`rounds`: SCAFFOLD on a tiny mlp with 1,000 clients that remember, 10 a round, two workers, metrics and checkpoints
-written: the resident memory of all processes may grow by less than 1 MB in 1,000 rounds, their open files not at all.
-`clients`: FedSMOO on the FedAvg-CNN, 20 rounds of 10 with a checkpoint every 5: all processes together stay below 2 GB,
-and only the clients that took part take room on the disk. It needs some 10 GB there; TMPDIR says where.
+`rounds`: SCAFFOLD on a tiny MLP with 1,000 stateful clients, 10 per round, two workers, with metrics and checkpoints.
+The resident memory of all processes may grow by less than 1 MB in 1,000 rounds, and their open files not at all.
+`clients`: FedSMOO on the FedAvg-CNN, 20 rounds of 10 clients with a checkpoint every 5. All processes together stay
+below 2 GB, and only clients that took part use disk space. It needs about 10 GB in TMPDIR.
 
 Prints a Markdown table; exits 1 if a bound is missed. Reads /proc.
 """
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from fedflat import Dataset, Federation, Samples, train
-from fedflat.folder import Record
+from fedflat.runs.folder import Record
 
 MB, GB = 2**20, 2**30
 Row = tuple[str, str, str, bool]

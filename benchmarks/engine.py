@@ -1,12 +1,12 @@
-"""fedflat's engine against the frameworks that people use, on the same jobs, in turns: A, B, C, A, B, C, …
+"""fedflat's engine compared with other frameworks on the same jobs, in turns: A, B, C, A, B, C, …
 
     FEDFLAT_DATA=… python benchmarks/engine.py --jobs J1=3 J2=3 J3=100 J3b=20 J4=3 --repeats 3 --out engine.md
     python benchmarks/engine.py --jobs J3=50 --python flower=ENV/bin/python …
 
-First every contender does one round of `check` and `check-cnn`, and the losses after it must agree. A framework whose
-Python is not given gets an environment of its own in the cache folder. On J2 ours also runs in bf16, with one worker,
-and with FedSAM and FedSMOO (these are J5). Writes a Markdown page and, beside it, a picture and a .json with every
-single run. Run it on a quiet machine.
+First every contender runs one round of `check` and `check-cnn`, and the losses after it must agree. A framework whose
+Python is not given gets its own environment in the cache folder. On J2 ours also runs in bf16, with one worker, and
+with FedSAM and FedSMOO (these are J5). Writes a Markdown page, a figure and a .json with every single run. Run it on
+an idle machine.
 """
 
 import argparse
@@ -181,7 +181,9 @@ def _table(job: Mapping[str, Any], runs: Sequence[Run], peak: float) -> str:
 
 def _spare(ours: Sequence[Run], cohort: int) -> str:
     spent = sorted(overhead(run, cohort) for run in ours)
-    return f"\nOurs beyond the local steps: {median(spent):.2f} ms a client ({spent[0]:.2f}–{spent[-1]:.2f}).\n"
+    return (
+        f"\nOur overhead beyond the local steps: {median(spent):.2f} ms per client ({spent[0]:.2f}–{spent[-1]:.2f}).\n"
+    )
 
 
 def _row(name: str, mine: Sequence[Run], ours: Sequence[Run], mflop: float, peak: float) -> str:

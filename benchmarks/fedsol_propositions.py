@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fedflat import Federation, federate, models, train
 from fedflat.flatness import Objective
-from fedflat.parts.terms import divergence
+from fedflat.methods.parts.terms import divergence
 from fedflat.report.picture import new_figure, save_figure
 
 RADII = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)

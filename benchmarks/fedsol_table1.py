@@ -1,9 +1,9 @@
-"""FedSoL's Table 1 on CIFAR-10, LDA α = 0.1: our learning curves beside the accuracies that the paper ends with.
+"""FedSoL's Table 1 on CIFAR-10, LDA α = 0.1: our learning curves and the final accuracies of the paper.
 
     FEDFLAT_DATA=… python benchmarks/fedsol_table1.py [--rounds 100] [--precision bf16] [--out DIR]
 
-Six methods, one seed, the paper's settings but for the rounds and the precision; more than two hours of two cores. It
-goes on where it was stopped. Prints a Markdown table and writes docs/figures/fedsol-table1.png.
+Six methods, one seed, and the paper's settings except the rounds and the precision; it takes more than two hours on two
+cores, and continues where it was stopped. Prints a Markdown table and writes docs/figures/fedsol-table1.png.
 """
 
 import argparse

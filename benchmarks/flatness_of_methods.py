@@ -1,10 +1,10 @@
-"""Do flatness methods find flatter minima? Five methods side by side on real images, measured by everything we have.
+"""Do flatness methods find flatter minima? Five methods on real images, with all flatness measures.
 
     FEDFLAT_DATA=… python benchmarks/flatness_of_methods.py [--data fashion-mnist cifar10] [--rounds 10]
 
-100 clients (Dirichlet 0.3), 10 a round, the FedAvg-CNN, one local epoch, one seed. Curvature, sharpness and landscape
-are those of the mean loss of 250 fixed training samples, the duality that of the last layer. Prints a Markdown table
-for each data set as it is done, and draws landscapes to docs/figures.
+100 clients (Dirichlet 0.3), 10 per round, the FedAvg-CNN, one local epoch, one seed. Curvature, sharpness and landscape
+are those of the mean loss over 250 fixed training samples, and the duality is that of the last layer. Prints a Markdown
+table for each data set, and writes figures of the landscapes to docs/figures.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from fedflat.flatness import (
     top_eigenvalues,
     trace,
 )
-from fedflat.prepare import prepare
 from fedflat.recipe import load
 from fedflat.report.terrain import draw_landscapes
-from fedflat.run import execute
+from fedflat.runs.build import prepare
+from fedflat.runs.experiment import execute
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 METHODS = {
@@ -47,8 +47,8 @@ def study(method: str, data: str, rounds: int) -> tuple[dict[str, str], Landscap
         "local.epochs=1", "local.batch=50", "local.lr=0.05", "server.cohort=10", f"server.rounds={rounds}",
         "evaluation.every=0",
     ]  # fmt: skip
-    problem, recipe = prepare(load(None, overrides))
-    accuracy = execute(problem, recipe).accuracy
+    problem = prepare(load(None, overrides))
+    accuracy = execute(problem).accuracy
     objective, federation = PORTION.pooled(problem), problem.federation
     hessian = Hessian(objective)
     eigen, spread = top_eigenvalues(hessian, 5), trace(hessian, probes=12)

@@ -1,9 +1,9 @@
-"""When it pays to train clients in common steps: time of a group ÷ time of the same clients one by one; one thread.
+"""Clients in shared steps: the time of a group relative to the same clients one by one; one thread.
 
     python benchmarks/grouping.py [--repeats 9]
 
-`fedflat.kernels.rows.group_size` must choose groups only where the ratio is below 1. Prints a Markdown table; exits 1
-if not.
+`fedflat.local.kernels.rows.group_size` must choose groups only if the ratio is below 1; otherwise the script exits 1.
+Prints a Markdown table.
 """
 
 import argparse
@@ -16,12 +16,12 @@ from timing import interleaved, ratio
 from torch import nn
 
 from fedflat import Dataset, Federation, Samples
-from fedflat.client import Brief, Problem, Worker
-from fedflat.kernels.rows import group_size
-from fedflat.methods import parse
+from fedflat.local.kernels.rows import group_size
+from fedflat.methods.parser import parse
+from fedflat.models.vector import Network
 from fedflat.recipe import Local
-from fedflat.server import first_state, view
-from fedflat.vector import Network
+from fedflat.rounds.client import Broadcast, Problem, Worker
+from fedflat.rounds.server import first_state, view
 
 COHORT, IMAGE, SMALL_IMAGE = 100, (1, 28, 28), (1, 8, 8)
 
@@ -61,14 +61,14 @@ def times(shape: tuple[int, ...], module: nn.Module, group: int, repeats: int) -
     federation = Federation(
         Dataset("random", samples, samples, 10, (0.5,), (0.25,)), torch.arange(60 * group).split(60)
     )
-    problem = Problem(federation, Network(module), parse("fedavg"), Local(epochs=1, batch=10, lr=0.05))
+    problem = Problem.of(federation, Network(module), parse("fedavg"), Local(epochs=1, batch=10, lr=0.05))
     worker, clients = Worker(problem), list(range(group))
-    brief = Brief(0, 0.05, problem.method.broadcast(view(problem, first_state(problem))))
-    together = partial(worker.turns, brief, clients, [{}] * group)
+    broadcast = Broadcast(0, 0.05, problem.method.broadcast(view(problem, first_state(problem))))
+    together = partial(worker.turns, broadcast, clients, [{}] * group)
 
     def one_by_one() -> None:
         for client in clients:
-            worker.turn(brief, client, {})
+            worker.local_round(broadcast, client, {})
 
     seconds = interleaved({"together": together, "one by one": one_by_one}, repeats)
     return ratio(seconds["together"], seconds["one by one"])

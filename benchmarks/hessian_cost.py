@@ -1,10 +1,10 @@
-"""What curvature costs: a Hessian–vector product in gradients, and five eigenvalues in products.
+"""The cost of curvature: a Hessian–vector product in gradients, and five eigenvalues in products.
 
     FEDFLAT_DATA=… python benchmarks/hessian_cost.py [--repeats 9] [--threads 2]
 
-The ratio: FedAvg-CNN on 500 CIFAR-10 images and MLP on 500 MNIST images, in batches, at their first weights, one
-thread. The count: the five largest eigenvalues of the FedAvg-CNN on 2,000 CIFAR-10 images after three rounds in the
-house of FedSoL, until ‖Hv − λv‖ ≤ 10⁻³ |λ| for each. Exits 1 if a bound is missed. Prints Markdown tables.
+The ratio: FedAvg-CNN on 500 CIFAR-10 images and MLP on 500 MNIST images, in batches, at their initial weights, one
+thread. The count: the five largest eigenvalues of the FedAvg-CNN on 2,000 CIFAR-10 images after three rounds in
+FedSoL's setting, until ‖Hv − λv‖ ≤ 10⁻³ |λ| for each. Exits 1 if a bound is missed. Prints Markdown tables.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from timing import interleaved, ratio
 
 from fedflat import Federation, federate, models
 from fedflat.flatness import Hessian, Objective, top_eigenvalues
-from fedflat.prepare import prepare
 from fedflat.recipe import load
-from fedflat.run import execute
+from fedflat.runs.build import prepare
+from fedflat.runs.experiment import execute
 
 CASES = (("fedavg-cnn", "cifar10", 100), ("mlp", "mnist", 100), ("fedavg-cnn", "cifar10", 500))
 GRADIENTS, PRODUCTS, RESIDUAL = 3.2, 60, 1e-3
@@ -55,8 +55,8 @@ def product_in_gradients(repeats: int) -> bool:
 def eigenvalues_in_products(threads: int) -> bool:
     """Print the five largest eigenvalues of a trained network and what they took; whether the bounds are kept."""
     overrides = ["method=fedavg", "split.alpha=0.5", "server.rounds=3", "evaluation.every=3"]
-    problem, recipe = prepare(load("sol", overrides))
-    result = execute(problem, recipe)
+    problem = prepare(load("sol", overrides))
+    result = execute(problem)
     torch.set_num_threads(threads)
     hessian = Hessian(mean_loss(result.model, problem.federation, 2000, 100))
     begun = time.perf_counter()

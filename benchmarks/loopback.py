@@ -18,8 +18,8 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedflat.flower.app import write_app
 from fedflat.flower.keys import write_keys
+from fedflat.flower.project import write_app
 from fedflat.recipe import Recipe
 
 BIN = Path(sys.executable).parent
@@ -77,6 +77,11 @@ class Loopback:
         }
         self.started: list[subprocess.Popen[bytes]] = []
 
+    def adopt(self, recipe: Recipe) -> None:
+        """Server and clients agree on another recipe; what clients answer is by the default policy."""
+        (self.app / "wards" / "recipe.toml").write_text(recipe.to_toml(), "utf-8")
+        (self.app / "policy.toml").write_text("[answers]\nmin_samples = 1\n", "utf-8")
+
     @property
     def first(self) -> subprocess.Popen[bytes]:
         """The process that was started first: the SuperLink."""
@@ -127,6 +132,12 @@ class Loopback:
         """Submit the app, and give the name of the run."""
         config = f'out="{out}" set="{changes}"'
         return str(self.flwr("run", ".", where, "-c", config, *options)["run-id"])
+
+    def said(self, run: str) -> str:
+        """What the server of a run has said."""
+        source = f". ./environment.sh && exec flwr log {run} deployment --show"
+        done = subprocess.run(["sh", "-c", source], cwd=self.app, env=self.env, capture_output=True, timeout=120)
+        return done.stdout.decode("utf-8", "replace")
 
     def inhabitants(self, name: str = "") -> list[int]:
         """The processes of that name in the app's folder: those that were started here, and their children."""

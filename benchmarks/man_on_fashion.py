@@ -2,8 +2,8 @@
 
     FEDFLAT_DATA=… python benchmarks/man_on_fashion.py [--rounds 20]
 
-100 clients (Dirichlet 0.3), 10 a round, the FedAvg-CNN for 28 pixels, one local epoch; the Hessian of the mean loss of
-1,000 fixed training samples. Writes docs/figures/man.png and prints a Markdown table.
+100 clients (Dirichlet 0.3), 10 per round, the FedAvg-CNN for 28 pixels, one local epoch; the Hessian of the mean loss
+over 1,000 fixed training samples. Writes docs/figures/man.png and prints a Markdown table.
 """
 
 import argparse
@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 
 from fedflat.flatness import Hessian, Objective, top_eigenvalues, trace
-from fedflat.prepare import prepare
 from fedflat.recipe import load
 from fedflat.report.picture import draw_bars
-from fedflat.run import execute
+from fedflat.runs.build import prepare
+from fedflat.runs.experiment import execute
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 ZETAS = (0.0, 0.05, 0.15, 0.5)
@@ -26,9 +26,9 @@ def measure(zeta: float, rounds: int) -> dict[str, float]:
         "local.epochs=1", "local.batch=50", "local.lr=0.05", "server.cohort=10", f"server.rounds={rounds}",
         "evaluation.every=5",
     ]  # fmt: skip
-    problem, recipe = prepare(load(None, overrides))
-    result = execute(problem, recipe)
-    norms = [value for name, value in result.history[-1].items() if name.startswith("activation/")]
+    problem = prepare(load(None, overrides))
+    result = execute(problem)
+    norms = [value for name, value in result.history[-1]["notes"].items() if name.startswith("activation/")]
     batches = [problem.federation.held_out("train", start, start + 500) for start in range(0, 1000, 500)]
     hessian = Hessian(Objective(result.model, problem.loss, batches))
     spread = trace(hessian, probes=12)

@@ -1,10 +1,10 @@
-"""The memory of J2's processes while they train: ours against the naive script's and one model for each worker.
+"""The memory of J2's processes during training: ours compared with the naive script plus one model for each worker.
 
     FEDFLAT_DATA=… python benchmarks/memory.py [--rounds 3] [--repeats 2]
 
-PSS of all processes of a contender, twice a second from its start to the end of the last round, in turns. Other
-processes that map the same libraries take their part of them, so nothing else of torch may run. Exits 1 if our highest
-sample is above the naive script's by more than one model for each worker.
+PSS of all processes of a contender, twice per second from its start to the end of the last round, in turns. Other
+processes that map the same libraries are counted for a share of them, so no other torch process may run. Exits 1 if our
+highest sample exceeds that of the naive script by more than one model for each worker.
 """
 
 import argparse
@@ -21,8 +21,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent / "contenders"))
 
-from engine import SCRIPTS, write_spec
 from processes import pss_mb
+
+from engine import SCRIPTS, write_spec
 
 EVERY = 0.5  # seconds
 

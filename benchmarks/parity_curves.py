@@ -1,11 +1,11 @@
-"""Our learning curve on the axes of one that the FedSoL authors' own code made, with their partition and cohorts.
+"""Our learning curve next to one of the FedSoL authors' code, with the authors' partition and cohorts.
 
     FEDFLAT_DATA=… python benchmarks/parity_curves.py curve.json [--rounds 60] [--method fedavg] [--out DIR]
 
 The file has `algorithm`, `params`, `alpha` (LDA on CIFAR-10) and a `log` of {round, accuracy}. Ours is the preset `sol`
 with split.draws = server.draws = "fedsol", so both have the same clients and the same participants; initial weights,
-batches and augmentation differ. It goes on where it was stopped. Prints the mean difference over the rounds that both
-have, and draws docs/figures/parity-NAME.png. `--draw` only draws what is there.
+batches and augmentation differ. It continues where it was stopped. Prints the mean difference over the rounds that both
+have, and writes docs/figures/parity-NAME.png. `--draw` only draws existing results.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fedflat.prepare import prepare
 from fedflat.recipe import load
 from fedflat.report.picture import Curve, new_figure, save_figure
-from fedflat.run import execute
+from fedflat.runs.build import prepare
+from fedflat.runs.experiment import execute
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 
@@ -32,9 +32,9 @@ def spelled(algorithm: str, params: dict[str, Any]) -> str:
 def learn(method: str, alpha: float, rounds: int, seed: int, workers: int, out: Path) -> None:
     """Train in the authors' setting as far as it is not there yet."""
     settings = [f"method={method}", f"split.alpha={alpha}", f"server.rounds={rounds}", f"seed={seed}"]
-    problem, recipe = prepare(load("sol", [*settings, f"engine.workers={workers}"]))
+    problem = prepare(load("sol", [*settings, f"engine.workers={workers}"]))
     tell = [lambda record: print(f"round {record['round']}: {record['accuracy']:.4f}", flush=True)]
-    execute(problem, recipe, out, tell, resume=(out / "recipe.toml").exists())
+    execute(problem, out, tell, resume=(out / "recipe.toml").exists())
 
 
 def read(out: Path) -> Curve:

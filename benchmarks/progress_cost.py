@@ -1,10 +1,9 @@
-"""What showing progress costs: rounds with the terminal's display ÷ the same rounds without; bound 1.01.
+"""The cost of the progress display: the time of rounds with it, relative to rounds without it; bound 1.01.
 
     python benchmarks/progress_cost.py [--rounds 150] [--repeats 15]
 
-The MLP 784-200-200-10 on 1,000 clients of 60 samples, 10 a round: rounds of some 15 ms, where a display would be felt
-most. Random images. The display is drawn in full, for a terminal that is nobody's. Prints the ratio; exits 1 above the
-bound.
+The MLP 784-200-200-10 on 1,000 clients of 60 samples, 10 per round: rounds of about 15 ms, for which a display costs
+most. Random images. The display is drawn in full to a fake terminal. Prints the ratio; exits 1 above the bound.
 """
 
 import argparse
@@ -18,12 +17,12 @@ from rich.console import Console
 from timing import interleaved, ratio
 
 from fedflat import Dataset, Federation, Samples
-from fedflat.methods import parse
-from fedflat.prepare import assemble, start_engine
+from fedflat.methods.parser import parse
 from fedflat.recipe import Recipe, validated
 from fedflat.report.display import RoundProgress
-from fedflat.run import rounds
-from fedflat.server import first_state
+from fedflat.rounds.server import first_state
+from fedflat.runs.build import assemble, start_engine
+from fedflat.runs.experiment import rounds
 
 BOUND = 1.01
 
@@ -48,12 +47,12 @@ def main() -> int:
     plan = recipe(options.rounds)
     problem = assemble(plan, federation, None, parse("fedavg"), torch.nn.functional.cross_entropy)
     state = first_state(problem)
-    with open(os.devnull, "w") as nowhere, closing(start_engine(problem, plan, state)) as engine:
+    with open(os.devnull, "w") as nowhere, closing(start_engine(problem, state)) as engine:
         terminal = Console(file=nowhere, force_terminal=True, width=100)
 
         def train(shown: bool) -> None:
             with RoundProgress("benchmark", options.rounds, terminal) if shown else nullcontext() as display:
-                for _, record in rounds(problem, plan, state, engine):
+                for _, record in rounds(problem, state, engine):
                     if display:
                         display(record)
 

@@ -1,8 +1,8 @@
-"""What a local step of each method costs, as a ratio to FedAvg's, on the FedAvg-CNN for CIFAR-10; one thread.
+"""The cost of a local step of each method, relative to FedAvg's, for the FedAvg-CNN on CIFAR-10; one thread.
 
     python benchmarks/step_cost.py [--repeats 9]
 
-Random images serve as well as real ones here. Exits 1 if a bound is missed. Prints a Markdown table.
+It uses random images. Exits 1 if a bound is missed. Prints a Markdown table.
 """
 
 import argparse
@@ -12,11 +12,11 @@ import torch
 from timing import interleaved, ratio
 
 from fedflat import Dataset, Federation, Samples, models
-from fedflat.client import Brief, Problem, Worker
-from fedflat.methods import parse
+from fedflat.methods.parser import parse
+from fedflat.models.vector import Network
 from fedflat.recipe import Local
-from fedflat.server import first_state, view
-from fedflat.vector import Network
+from fedflat.rounds.client import Broadcast, Problem, Worker
+from fedflat.rounds.server import first_state, view
 
 BOUNDS = {
     "man": 1.10, "fedsam": 2.1, "fedasam": 2.1, "mofedsam": 2.1, "fedgamma": 2.1, "fedspeed": 2.1, "fedsmoo": 2.1,
@@ -36,14 +36,14 @@ OTHERS = (
 STEPS = 6
 
 
-def turn(written: str, federation: Federation, network: Network) -> object:
-    """A client's turn of a few steps with a method, as a job to be timed; the client has taken part before."""
+def local_round(written: str, federation: Federation, network: Network) -> object:
+    """A client's local round of a few steps with a method, as a job to be timed; the client has taken part before."""
     local = Local(steps=STEPS, batch=50, lr=0.01, momentum=0.9, weight_decay=1e-5)
-    problem = Problem(federation, network, parse(written), local)
+    problem = Problem.of(federation, network, parse(written), local)
     worker, state = Worker(problem), first_state(problem)
     memory = {name: torch.randn(network.size) * 1e-3 for name in problem.memory}
     moved = {name: vector + 1e-3 for name, vector in problem.method.broadcast(view(problem, state)).items()}
-    return lambda: worker.turn(Brief(1, 0.01, moved), 0, memory)
+    return lambda: worker.local_round(Broadcast(1, 0.01, moved), 0, memory)
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def main() -> int:
     federation = Federation(Dataset("random", samples, samples, 10, (0.5,) * 3, (0.25,) * 3), (torch.arange(500),))
     network = Network(models.build("fedavg-cnn", (3, 32, 32), 10))
     names = ("fedavg", *BOUNDS, *OTHERS)
-    seconds = interleaved({name: turn(name, federation, network) for name in names}, options.repeats)
+    seconds = interleaved({name: local_round(name, federation, network) for name in names}, options.repeats)
     missed = 0
     print("| method | step ÷ FedAvg's | quartiles | bound |\n|---|---|---|---|")
     for name in names[1:]:

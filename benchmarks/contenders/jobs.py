@@ -17,13 +17,13 @@ import torch
 from common import Job
 
 from fedflat import Dataset, Federation, Samples, federate, models
-from fedflat.cohort import draw_cohort
 from fedflat.errors import DataError
 from fedflat.federation.augment import normalise
 from fedflat.federation.datasets import load
+from fedflat.models.vector import Network
 from fedflat.randomness import generator
 from fedflat.recipe import Server
-from fedflat.vector import Network
+from fedflat.rounds.cohort import draw_cohort
 
 SHAPES = {"cifar10": (50_000, 3, 32, 32), "mnist": (60_000, 1, 28, 28)}
 NETWORKS = {"cnn": "fedavg-cnn", "mlp": "mlp", "resnet": "resnet18-gn"}

@@ -11,13 +11,14 @@ from dataclasses import replace
 import torch.nn.functional as F
 from common import Job, Stopwatch
 
-from fedflat import Dataset, Federation, Samples, client
-from fedflat.methods import parse
-from fedflat.prepare import assemble, start_engine
+from fedflat import Dataset, Federation, Samples
+from fedflat.local.rule import Outcome
+from fedflat.local.step import train
+from fedflat.methods.parser import parse
 from fedflat.recipe import Recipe, validated
-from fedflat.rule import Outcome
-from fedflat.server import conduct, first_state
-from fedflat.step import train
+from fedflat.rounds import client
+from fedflat.rounds.server import conduct, first_state
+from fedflat.runs.build import assemble, start_engine
 
 MODELS = {"cnn": "fedavg-cnn", "mlp": "mlp", "resnet": "resnet18-gn"}
 
@@ -58,9 +59,9 @@ def main() -> None:
     problem = assemble(recipe, Federation(data, tuple(shards)), None, parse(job.method), F.cross_entropy)
     problem.network.weights.copy_(job.first_weights())
     watch, state, local = Stopwatch(job), first_state(problem), list[float]()
-    with closing(start_engine(problem, recipe, state)) as engine:
+    with closing(start_engine(problem, state)) as engine:
         for cohort in job.cohorts:
-            state, report = conduct(problem, recipe.server, state, engine, cohort)
+            state, report = conduct(problem, state, engine, cohort)
             watch.lap([state.weights])
             local.append(report.notes.get("local_seconds", 0.0))
     watch.report("ours", "fedflat", local_seconds=local, workers=job.workers)
