@@ -1,0 +1,75 @@
+"""Two checkouts of fedflat on the same jobs, in turns: is the newer one slower, or does it need more memory?
+
+    git worktree add ../before v0.1.0
+    FEDFLAT_DATA=… python benchmarks/versions.py ../before --jobs J2=3 J3=60 J3b=15 --repeats 5
+
+Each turn runs the older checkout's contenders/ours.py and then this one's on the same data and initial weights. Time is
+the median of a run's rounds after the first, memory the highest PSS of all processes. The table has the median over
+turns of new ÷ old, with the range. Exits 1 if a median is above 1 + `--tolerance`. Run it on an idle machine.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parent / "contenders"))
+
+from processes import pss_mb
+
+from engine import write_spec
+
+HERE = Path(__file__).parent.parent
+EVERY = 0.25  # seconds between two looks at the memory
+
+
+def run(checkout: Path, spec: Path, options: list[str]) -> tuple[float, float]:
+    """The median seconds of a round after the first, and the highest PSS in MB."""
+    command = [sys.executable, str(checkout / "benchmarks/contenders/ours.py"), str(spec), *options]
+    surroundings = {**os.environ, "PYTHONPATH": str(checkout / "src")}
+    highest = 0.0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=surroundings) as process:
+        while process.poll() is None:
+            highest = max(highest, pss_mb(process.pid))
+            time.sleep(EVERY)
+        told = process.stdout.read() if process.stdout else ""
+    if process.returncode:
+        sys.exit(f"{checkout} failed on {spec.stem}")
+    line = json.loads(next(line for line in told.splitlines() if line.startswith('{"contender"')))
+    return median(line["seconds"][1:]), highest
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", type=Path, help="the older checkout")
+    parser.add_argument("--jobs", nargs="+", default=["J2=3", "J3=60", "J3b=15"], help="JOB=ROUNDS")
+    parser.add_argument("--method", default="fedavg")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tolerance", type=float, default=0.03)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    worst = 0.0
+    print("| job | quantity | old | new | new ÷ old | range |\n|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for job in options.jobs:
+            name, _, rounds = job.partition("=")
+            spec = write_spec(folder, name, int(rounds), options)
+            extra = [f"method={options.method}"]
+            turns = [(run(options.before.resolve(), spec, extra), run(HERE, spec, extra)) for _ in range(options.repeats)]
+            for place, quantity in enumerate(("seconds a round", "highest PSS, MB")):
+                old, new = ([side[which][place] for side in turns] for which in (0, 1))
+                ratios = sorted(b / a for a, b in zip(old, new, strict=True))
+                worst = max(worst, median(ratios))
+                cells = (f"{median(old):.4g}", f"{median(new):.4g}", f"{median(ratios):.3f}")
+                print(f"| {name} | {quantity} | {' | '.join(cells)} | {ratios[0]:.3f}–{ratios[-1]:.3f} |", flush=True)
+    return 0 if worst <= 1 + options.tolerance else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
