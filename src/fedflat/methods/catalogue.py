@@ -467,7 +467,9 @@ CATALOGUE: dict[str, Entry] = {
     "top_eigenvalue": Entry(top_eigenvalue, "Yashwanth et al. 2025", "penalise the Hessian's top eigenvalue itself"),
     "adamw": Entry(adamw, "Loshchilov and Hutter 2019", "AdamW as the clients' optimiser; added to most methods"),
     "muon": Entry(muon, "Jordan et al. 2024", "Muon as the clients' optimiser; added to most methods"),
-    "fedadamw": Entry(fedadamw, "Liu et al. 2025b", "local AdamW with shared second moments and the last global update"),
+    "fedadamw": Entry(
+        fedadamw, "Liu et al. 2025b", "local AdamW with shared second moments and the last global update"
+    ),
     "fedmuon": Entry(fedmuon, "Liu et al. 2025c", "local Muon with shared momenta and the last global update"),
     "median": Entry(median, "Yin et al. 2018", "the median of each coordinate; added to any method"),
     "trimmed_mean": Entry(trimmed_mean, "Yin et al. 2018", "the mean without the ends; added to any method"),

@@ -21,12 +21,14 @@ class TopK(Part):
         upload  top_k(Δᵢ + eᵢ),   eᵢ ← Δᵢ + eᵢ − top_k(Δᵢ + eᵢ)     with feedback
 
     With error feedback the client keeps in eᵢ what it has not uploaded, so that no part of an update is lost. Δᵢ is the
-    update after the changes of the parts before; largest means by absolute value, over the whole model. With `local_dp`,
-    whose protection is the last step of every upload, the sparse update is clipped and all d entries get noise: which
-    entries were kept is data of the client, and noise on them alone would tell. eᵢ never leaves the client.
+    update after the changes of the parts before; largest means by absolute value, over the whole model.
 
-    Deviations: a sparse update is stored, sent and counted as a dense one. What other parts keep on the client (FedDyn's
-    hᵢ, SCAFFOLD's cᵢ) comes from the full update.
+    With `local_dp`, which is always the last step of an upload, the sparse update is clipped, and all d entries get
+    noise: which entries were kept depends on the client's data, and noise on these alone would reveal it. The reported
+    ε is that of `local_dp` and holds for the upload as the server sees it. eᵢ stays on the client.
+
+    Deviations: a sparse update is stored, sent and counted as a dense one. What other parts keep on the client
+    (FedDyn's hᵢ, SCAFFOLD's cᵢ) comes from the full update.
     """
 
     share: float = option(0.1, "share of the entries that is uploaded", low=0, high=1, open_low=True)

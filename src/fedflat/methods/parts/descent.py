@@ -84,9 +84,7 @@ class LocalMuon(Part):
         buffer = self.momentum * memory["buffer"] + g
         return self.direction(g, g + self.momentum * buffer, {**memory, "buffer": buffer}, layout, k)
 
-    def direction(
-        self, g: Tensor, ahead: Tensor, memory: Vectors, layout: Layout, k: int
-    ) -> tuple[Tensor, Vectors]:
+    def direction(self, g: Tensor, ahead: Tensor, memory: Vectors, layout: Layout, k: int) -> tuple[Tensor, Vectors]:
         """Return orthogonal(`ahead`) for the matrices and AdamW's direction for the rest, and the new state."""
         direction, rest = self._rest.direction(g, memory, k + 1, k + 1)
         for name, tensor in layout.views(ahead).items():
