@@ -44,6 +44,7 @@ STEPS = [
     "tests/methods/test_oracles.py",
     "tests/rounds/test_measures.py",
     "tests/methods/test_descent.py",
+    "tests/methods/test_walks.py",
     "tests/runs/test_verify.py",
 ]
 TESTS = {  # which tests belong to a module: those of every beginning of its path that is here

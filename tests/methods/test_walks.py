@@ -49,12 +49,19 @@ def stream(client):
 def gradient(w, batch):
     """∇ of the mean cross-entropy of softmax(W x + b)."""
     x, y = batch
-    z = x @ w[MATRIX].reshape(CLASSES, FEATURES).T + w[BIAS]
+    return through(x, softmax(w, x) - np.eye(CLASSES)[y])
+
+
+def softmax(w, x, tau=1.0):
+    z = (x @ w[MATRIX].reshape(CLASSES, FEATURES).T + w[BIAS]) / tau
     p = np.exp(z - z.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
-    p[np.arange(len(y)), y] -= 1
-    p /= len(y)
-    return np.concatenate([(p.T @ x).ravel(), p.sum(0)])
+    return p / p.sum(1, keepdims=True)
+
+
+def through(x, slope):
+    """∇ of the mean over the samples, from the slopes of the logits."""
+    slope = slope / len(x)
+    return np.concatenate([(slope.T @ x).ravel(), slope.sum(0)])
 
 
 def unit(v):
@@ -166,6 +173,23 @@ def fedmuon(w, align, momentum, iterations):
         yield w, w
 
 
+def fedgmt(w, gamma, tau, alpha, penalty):
+    teacher, drift = w, {i: np.zeros(D) for i in range(CLIENTS)}
+    for r, cohort in enumerate(COHORTS):
+        ends = []
+        for i in cohort:
+            v = w
+            for x, y in stream(i):
+                term = gamma * tau * through(x, softmax(v, x, tau) - softmax(teacher, x, tau))
+                v = v - rate(r) * (gradient(v, (x, y)) + term + penalty * drift[i] + WD * v)
+            ends.append(v)
+        for i, v in zip(cohort, ends, strict=True):
+            drift[i] = drift[i] + v - w
+        w = mean(ends) + mean([*drift.values()])
+        teacher = alpha * teacher + (1 - alpha) * w
+        yield w, w
+
+
 def fedwmsam(w, rho, mix, follow, sign):
     direction, c, own = np.zeros(D), np.zeros(D), {i: np.zeros(D) for i in range(CLIENTS)}
     for r, cohort in enumerate(COHORTS):
@@ -207,6 +231,7 @@ WALKS = [
     ("fedadamw(0.4, True, 0.8, 0.95, 1e-3)", fedadamw, (0.4, True, 0.8, 0.95, 1e-3)),
     ("fedadamw(0.4, False, 0.8, 0.95, 1e-3)", fedadamw, (0.4, False, 0.8, 0.95, 1e-3)),
     ("fedmuon(0.3, 0.9, 4)", fedmuon, (0.3, 0.9, 4)),
+    ("fedgmt(0.7, 2.0, 0.6, 0.3)", fedgmt, (0.7, 2.0, 0.6, 0.3)),
     ("fedwmsam(0.2, 0.3, 0.2)", fedwmsam, (0.2, 0.3, 0.2, 1)),
     ("fedwmsam(0.2, 0.3, 0.2, -1)", fedwmsam, (0.2, 0.3, 0.2, -1)),
     ("top_k(0.3)", top_k, (0.3, False)),

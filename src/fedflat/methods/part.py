@@ -1,4 +1,4 @@
-"""The base class of parts: one idea of a paper, as four functions over named flat vectors."""
+"""The base class of parts: one idea of a paper, as functions over named flat vectors."""
 
 from __future__ import annotations
 
