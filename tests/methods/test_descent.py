@@ -148,7 +148,7 @@ def test_the_pulls_of_other_parts_enter_the_gradient_and_the_weight_decay_does_n
 @pytest.mark.parametrize("descent", ["adamw", "muon", "fedadamw", "fedmuon"])
 def test_what_divides_by_the_steps_of_sgd_is_refused_beside_another_descent(method, descent):
     with pytest.raises(
-        RecipeError, match=r"method: (\w+): it divides Δ by K η, which (Local|Aligned)(AdamW|Muon) does not have"
+        RecipeError, match=r"method: (\w+): it divides Δ by K η, which (Local|Carried)(AdamW|Muon) does not have"
     ):
         parse(f"{method} + {descent}")
 

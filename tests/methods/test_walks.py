@@ -345,3 +345,4 @@ def test_what_top_k_with_feedback_uploads_and_keeps_adds_up_to_all_updates():
         assert int((upload.delta != 0).sum()) == 5
         sent, moved = sent + upload.delta, moved + delta
     torch.testing.assert_close(sent + memory["residual"], moved, rtol=0, atol=1e-14)
+    assert parse("top_k(feedback=True)").memory == ("residual",) and not parse("top_k").memory

@@ -178,7 +178,8 @@ class LocalRule:
         and with Nesterov momentum Σ_k (1 − β^{bk+1})/(1 − β).
         """
         if self.descent is not None:
-            raise RecipeError(f"it divides Δ by K η, which {type(self.descent).__name__} does not have; take SGD")
+            part = getattr(self.descent, "part", self.descent)  # an optimiser may know the part that it belongs to
+            raise RecipeError(f"it divides Δ by K η, which {type(part).__name__} does not have; take SGD")
         beta, steps = self.momentum, self.steps
         fading = beta**self.buffered
         lead = beta if self.nesterov else 1.0
