@@ -375,7 +375,7 @@ def test_state_and_memory_stay_bounded_at_a_tiny_learning_rate(clients, method):
         0.0 if method in ("fedcm", "mofedsam", "fedwmsam") else 0.5
     )  # their Δᵗ is a mean gradient without it only
     problem = Problem.of(clients, Network(net()), parse(method), Local(steps=3, batch=8, lr=1e-5, momentum=momentum))
-    # These have at first to grow to their lengths: the dual of FedSMOO's slides, FedMuon's momentum, FedWMSAM's controls.
+    # The dual of FedSMOO's slides, FedMuon's momentum and FedWMSAM's controls have at first to grow to their lengths.
     early, late = (30, 45) if method in ("fedsmoo_slides", "fedmuon", "fedwmsam") else (4, 12)
     norms = {}
     with closing(Inline(problem)) as engine:

@@ -24,7 +24,6 @@ from fedflat.methods.parts import (
     ControlVariates,
     Distillation,
     DynamicDual,
-    Extrapolation,
     FallingRate,
     InterpolatedAscent,
     LookbackAscent,
@@ -304,7 +303,6 @@ ASCENTS = [Ascent(), AdaptiveAscent(), ConsensusAscent(), LookbackAscent(), Inte
         (WeightAveraging(), WeightAveraging(), "say which model to evaluate"),
         (FallingRate(), FallingRate(0.2), "set the schedule of the learning rate"),
         (RelaxedStart(0.1), RelaxedStart(0.2), "say where a client starts"),
-        (WeightAveraging(), Extrapolation(), "say which model to evaluate"),
     ],
 )
 def test_two_parts_with_one_claim_are_refused_by_name(one, other, claim):
