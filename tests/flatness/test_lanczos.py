@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fedflat.errors import TrainingError
-from fedflat.flatness import top_eigenvalues
-from fedflat.flatness import lanczos
+from fedflat.flatness import lanczos, top_eigenvalues
 
 
 class Diagonal:
@@ -31,7 +30,9 @@ def outliers(size=3000, seed=0):
 def test_for_any_seed_it_ends_early_at_the_largest_eigenvalues(k, seed, dtype):
     matrix = Diagonal(outliers(seed=seed), dtype)
     found = top_eigenvalues(matrix, k, tolerance=1e-3, seed=seed)
-    torch.testing.assert_close(found.values.double(), matrix.values.double().sort().values.flip(0)[:k], rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        found.values.double(), matrix.values.double().sort().values.flip(0)[:k], rtol=1e-5, atol=0
+    )
     assert found.products <= 14 + 2 * k and matrix.products == found.products
 
 

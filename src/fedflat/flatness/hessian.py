@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedflat.flatness.graphs import KEPT_BYTES, Graphs
-from fedflat.flatness.lanczos import NotFinite, largest
+from fedflat.flatness.lanczos import NotFiniteError, largest
 from fedflat.flatness.objective import Objective
 
 
@@ -110,7 +110,7 @@ def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed
     before = hessian.products
     try:
         values, vectors, residuals = largest(hessian, k, tolerance, seed)
-    except NotFinite:
+    except NotFiniteError:
         values = torch.full((k,), math.nan, dtype=hessian.dtype)
         vectors, residuals = torch.eye(k, hessian.size, dtype=hessian.dtype), values
     return Eigen(values, vectors, residuals, hessian.products - before)

@@ -16,18 +16,17 @@ BASIS_BYTES = 1 << 30
 LONGEST, PRODUCTS = 200, 1000
 
 
-class NotFinite(ArithmeticError):
+class NotFiniteError(ArithmeticError):
     """A product had an entry that is not finite."""
 
 
 def largest(operator: Operator, k: int, tolerance: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the k algebraically largest eigenvalues of H.
 
-    With an orthonormal basis Q of the Krylov space, T = QᵀHQ = S Θ Sᵀ and β the length of the next basis vector before
-    it is normalised, (θ, Qs) is an eigenpair of H with the residual ‖H Qs − θ Qs‖ = β |s_m|, where s_m is the last entry
-    of s. So the residuals are known after each step, and the iteration ends when all k are at most
-    tolerance · |θ|. If the basis fills its memory, it is replaced by its best Ritz vectors (thick restart; Wu and Simon,
-    2000).
+    Q is an orthonormal basis of the Krylov space, T = QᵀHQ = S Θ Sᵀ, and β is the length of the next basis vector
+    before it is normalised. Then (θ, Qs) is an approximate eigenpair with the residual ‖H Qs − θ Qs‖ = β |s_m|, where s_m is the last
+    entry of s. So the residuals are known after each step, and the iteration ends when all k of them are at most
+    tolerance · |θ|. If the basis fills its memory, its best Ritz vectors replace it (thick restart, Wu and Simon 2000).
 
     Args:
         operator: the matrix H.
@@ -39,7 +38,7 @@ def largest(operator: Operator, k: int, tolerance: float, seed: int) -> tuple[Te
         The eigenvalues in descending order, the eigenvectors as rows, and the residuals.
 
     Raises:
-        NotFinite: a product is not finite.
+        NotFiniteError: a product is not finite.
         TrainingError: no convergence within 1000 products.
     """
     chance = torch.Generator().manual_seed(seed)
@@ -53,7 +52,7 @@ def largest(operator: Operator, k: int, tolerance: float, seed: int) -> tuple[Te
         basis[steps] = vector / vector.norm()
         image = (operator @ basis[steps]).cpu()
         if not image.isfinite().all():
-            raise NotFinite
+            raise NotFiniteError
         steps += 1
         vector, entries = _orthogonal(image, basis[:steps])
         projected[steps - 1, :steps] = projected[:steps, steps - 1] = entries.double()

@@ -99,7 +99,7 @@ class Objective:
 
     def gradient(self) -> Tensor:
         """∇f at the module's weights."""
-        total = torch.zeros_like(self.weights)
+        total = torch.zeros(self.size, dtype=self.dtype, device=self.parameters[0].device)
         for batch in self.batches:
             total.add_(flat(grad(self._mean(batch), self.parameters)), alpha=self.share(batch))
         return total
@@ -146,7 +146,7 @@ class Objective:
         product: Callable[[Graph, Sequence[Tensor]], Sequence[Tensor]],
     ) -> Tensor:
         """Σ_b (n_b/N) product_b(v), each from the graph that `make` makes of the batch."""
-        total = torch.zeros_like(self.weights)
+        total = torch.zeros(self.size, dtype=self.dtype, device=self.parameters[0].device)
         directions = list(self.layout.views(vector.to(total)).values())
         for batch, graph in (graphs or Graphs(budget=0)).over(self.module, self.batches, make):
             total.add_(flat(product(graph, directions)), alpha=self.share(batch))
