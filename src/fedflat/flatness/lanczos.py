@@ -25,8 +25,9 @@ def largest(operator: Operator, k: int, tolerance: float, seed: int) -> tuple[Te
 
     Q is an orthonormal basis of the Krylov space, T = QᵀHQ = S Θ Sᵀ, and β is the length of the next basis vector
     before it is normalised. Then (θ, Qs) is an approximate eigenpair with the residual ‖H Qs − θ Qs‖ = β |s_m|, where
-    s_m is the last entry of s. So the residuals are known after each step, and the iteration ends when all k of them are at most
-    tolerance · |θ|. If the basis fills its memory, its best Ritz vectors replace it (thick restart, Wu and Simon 2000).
+    s_m is the last entry of s. So the residuals are known after each step, and the iteration ends when all k of them
+    are at most tolerance · |θ|. If the basis fills its memory, its best Ritz vectors replace it (thick restart, Wu and
+    Simon 2000).
 
     Args:
         operator: the matrix H.
