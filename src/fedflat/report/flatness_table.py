@@ -45,6 +45,17 @@ def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def headline(row: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+    """λ₁, the trace and the scale-invariant adaptive sharpness of one run, each with the error of its estimate."""
+    spectrum = row["spectrum"]
+    better = min((spectrum["trace"], spectrum["trace_plus_plus"]), key=lambda each: float(each["error"]))
+    return {
+        "lambda1": (float(spectrum["eigenvalues"][0]), None),
+        "trace": (float(better["mean"]), float(better["error"])),
+        "adaptive": (float(row["adaptive_sharpness"]), None),
+    }
+
+
 def _estimate(trace: Mapping[str, Any]) -> str:
     return f"{trace['mean']:.4g} ± {trace['error']:.2g}"
 

@@ -102,6 +102,17 @@ def form_button() -> str:
     return '<p><button type="button" id="form" aria-pressed="false">Show as maps</button></p>'
 
 
+def film_control(rounds: Sequence[int], plots: str) -> str:
+    """The plots of a film with a slider for its rounds, or the plots alone if there is only one round."""
+    if len(rounds) < 2:
+        return plots
+    last = len(rounds) - 1
+    slider = f'<input type="range" min="0" max="{last}" value="{last}" step="1" data-rounds="{escape(str([*rounds]))}">'
+    told = f"<output>{rounds[-1]}</output>"
+    control = f'<p><button type="button" class="play">Play</button> <label>Round {slider} {told}</label></p>'
+    return f'<div class="film">{control}{plots}</div>'
+
+
 def copied(title: str, text: str, place: int | None = None) -> str:
     """A collapsed text with a copy button."""
     button = '<button type="button" class="copy">copy</button>'

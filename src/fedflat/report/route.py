@@ -52,13 +52,13 @@ def draw_trajectory(found: Trajectory, path: Path, title: str = "") -> None:
     figure.colorbar(filled, label="loss").set_ticks(heights, labels=labels)
     shares = [f", {share:.0%} of the variance" if share == share else "" for share in found.shares]
     axes.set(xlabel=f"x{shares[0]}", ylabel=f"y{shares[1]}", title=title)
-    # A mark with a dark edge is visible on the dark and on the light end of the map.
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.14), ncols=3, frameon=False, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     save_figure(figure, path)
 
 
 def _draw_rounds(axes: Any, found: Trajectory) -> None:
     x, y = found.path.T
+    # White with a dark edge is visible on both ends of the map.
     axes.plot(x, y, "-o", color="white", markeredgecolor="black", markersize=5, linewidth=1.5, label="global model")
     for place in (0, -1):
         text = dict(color="white", xytext=(6, 6), textcoords="offset points", fontsize="small")

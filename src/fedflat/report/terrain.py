@@ -149,11 +149,11 @@ def draw_map(axes: Any, each: Landscape, scale: Scale, centre: bool = True) -> A
     crossed = [height for height in scale.ticks()[0] if np.nanmin(heights) < height < np.nanmax(heights)]
     if crossed:
         axes.contour(*each.axes, heights, crossed, colors="white", linewidths=0.8, linestyles="-")
-    axes.set(aspect="equal", facecolor="0.85")
+    axes.set(facecolor="0.85")
     if centre:
         axes.plot(0, 0, marker="+", color="white", markersize=9, markeredgewidth=1.5)
         steps = np.linspace(each.axes[0, 0], each.axes[0, -1], 5)
-        axes.set(xlabel="α", ylabel="β", xticks=steps, yticks=steps)
+        axes.set(aspect="equal", xlabel="α", ylabel="β", xticks=steps, yticks=steps)
     return filled
 
 
