@@ -16,7 +16,7 @@ from fedflat.flatness.objective import Objective
 
 Floats = NDArray[np.float64]
 MARGIN = 0.25  # of the extent of the points, on each side of the surface
-_FLAT = 1e-9  # models whose second extent is smaller than this share of the first lie on one line
+_FLAT = 1e-6  # models whose second extent is a smaller share of the first lie on one line, up to rounding
 
 
 @dataclass(frozen=True, eq=False)

@@ -75,8 +75,8 @@ def _chain(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     else:
         where = f"{name or 'it'} is a {type(module).__name__}"
         raise RecipeError(
-            f"model: its hidden units cannot be reordered or rescaled, because {where}; this needs a chain of linear and "
-            "convolutional layers with only activations and pooling between them (mlp, fedavg-cnn, lenet64, vgg11)"
+            f"model: its hidden units cannot be reordered or rescaled, because {where}; this needs a chain of linear "
+            "and convolutional layers with only activations and pooling between them (mlp, fedavg-cnn, lenet64, vgg11)"
         )
 
 

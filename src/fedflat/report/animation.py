@@ -10,7 +10,7 @@ from typing import Any
 from fedflat.errors import RecipeError, RunError
 from fedflat.flatness import Film, Landscape
 from fedflat.report.picture import new_figure
-from fedflat.report.terrain import Scale, check_comparable, draw_surface
+from fedflat.report.terrain import Scale, check_comparable, draw_surface, steep
 
 SPEED, DPI = 3, 90  # frames per second, pixels per inch
 
@@ -60,7 +60,7 @@ def draw_animation(films: Mapping[str, Film], path: Path) -> None:
         for round, each in zip(film.rounds, film.landscapes, strict=True)
     }
     check_comparable(every)
-    scale = Scale.of(every)
+    scale = Scale.of(every, steep([*every.values()]))
     figure = new_figure(3.4 * len(films), 3.7)
     try:
         with writer.saving(figure, str(path), DPI):

@@ -17,6 +17,7 @@ from fedflat.flatness import Direction, Duality, Film, Landscape, LayerFlatness,
 from fedflat.report.dual import binned, correlations
 from fedflat.report.flatness_table import PAIRINGS
 from fedflat.report.lines import Band, Line, thinned
+from fedflat.report.terrain import steep
 
 Figure = dict[str, Any]
 
@@ -158,7 +159,7 @@ def surfaces(found: Sequence[Film]) -> list[Figure]:
     if not found:
         return []
     every = [each for film in found for each in film.landscapes]
-    logarithmic = _decades(every)
+    logarithmic = steep(every)
     heights = [_heights_of(each, logarithmic) for each in every]
     finite = np.concatenate([height[np.isfinite(height)] for height in heights])
     low, high = float(finite.min()), float(finite.max())

@@ -31,9 +31,7 @@ def glance(content: Content, _: Canvas, __: int) -> Section | None:
     shown = table("Flatness at a glance", ("line", *HEAD.values()), rows, [*found])
     most = max(map(len, found.values()))
     samples = next(row["samples"] for rows in content.flatness.values() for row in rows.values())
-    note = (
-        f"Accuracy of the global model; λ₁ and trace of the Hessian of the mean loss over {samples} training samples. "
-    )
+    note = f"Accuracy of the global model; λ₁ and trace of the Hessian of the loss over {samples} training samples. "
     if most > 1:
         note += f"Mean over {most} seeds ± half of the 95 % interval (Student's t)."
     else:
@@ -117,27 +115,30 @@ def _beside(caption: str, columns: Mapping[str, Mapping[str, str]]) -> str:
 
 def landscapes(content: Content, canvas: Canvas, _: int) -> Section | None:
     """The loss around the minima: surfaces or maps on a common scale, and curves for single directions."""
-    blocks = []
+    blocks, logarithmic = [], False
     most = MOST_SURFACES // max(1, len(content.landscapes))
     for plane, found in content.landscapes.items():
         wide = {k: each for k, each in found.items() if len(each.landscapes[0].axes) == 2}
         shown = dict([*wide.items()][:most])
+        drawn = figures.surfaces([*shown.values()])
+        logarithmic = logarithmic or any(figure["logarithmic"] for figure in drawn)
         plots = [
             canvas.plot(figure, content.name(k), _told(each.landscapes[-1]), k)
-            for (k, each), figure in zip(shown.items(), figures.surfaces([*shown.values()]), strict=True)
+            for (k, each), figure in zip(shown.items(), drawn, strict=True)
         ]
         blocks.append(heading(_title(plane)))
         blocks += [paragraph(f"The first {most} of {len(wide)} lines.")] if len(wide) > len(shown) else []
         rounds = sorted({round for each in shown.values() for round in each.rounds})
-        blocks.append(film_control(rounds, grid(plots, "plots surfaces")))
+        button = form_button() if wide and not any('id="form"' in block for block in blocks) else ""
+        blocks.append(film_control(rounds, grid(plots, "plots surfaces"), button))
         last = {k: each.landscapes[-1] for k, each in found.items()}
         if along := {content.name(k): (k, each) for k, each in last.items() if len(each.axes) == 1}:
             blocks.append(grid([canvas.plot(figures.crossing(along), "Along one direction", "the loss")]))
         rows = [(content.name(k), f"{each.centre:.4g}", f"{each.rise:.4g}") for k, each in last.items()]
         blocks.append(table("Loss", ("line", "at the minimum", "largest rise"), rows, [*found]))
-    note = "All lines share one scale for steps, heights and colours, so a minimum that looks flatter is flatter."
-    solid = any(len(each.landscapes[0].axes) == 2 for found in content.landscapes.values() for each in found.values())
-    return section("landscapes", "The loss around the minima", note, form_button() if solid else "", *blocks)
+    note = "All lines share one scale for steps, heights and colours, so a minimum that looks flatter is flatter"
+    note += ", but where heights are logarithmic a deep minimum looks narrow." if logarithmic else "."
+    return section("landscapes", "The loss around the minima", note, *blocks)
 
 
 def _told(each: Landscape) -> str:
@@ -156,8 +157,9 @@ def trajectories(content: Content, canvas: Canvas, _: int) -> Section | None:
         for k, each in content.trajectories.items()
     ]
     note = (
-        "Models projected into a plane of weight space: the global models of the kept rounds (white), the models of one "
-        "round's clients (triangles) and their average (star), over the loss in that plane. Models may be far from it."
+        "Models projected into a plane of weight space: the global models of the kept rounds (white), the models of "
+        "one round's clients (triangles) and their average (star), over the loss in that plane. Hover to see how far "
+        "a model is from the plane."
     )
     return section("trajectory", "The way through weight space", note, grid(plots))
 

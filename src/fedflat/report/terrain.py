@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ Floats = NDArray[np.float64]
 # The colour-blind safe palette of Okabe and Ito, without its yellow.
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MAP = "viridis"
+STEEP = 40
 _DECADES = 1.5  # losses that span more decades are drawn on a logarithmic scale
 
 
@@ -65,13 +66,16 @@ class Scale:
     logarithmic: bool
 
     @classmethod
-    def of(cls, landscapes: Mapping[str, Landscape]) -> Scale:
+    def of(cls, landscapes: Mapping[str, Landscape], logarithmic: bool | None = None) -> Scale:
+        """The range of all landscapes, by default logarithmic if it spans more than a few decades."""
         values = np.concatenate([each.values.ravel() for each in landscapes.values()])
         finite = values[np.isfinite(values)]
         low, high = float(finite.min()), float(finite.max())
         if high - low <= 1e-9 * abs(high):
             low, high = low - 0.5, high + 0.5  # a constant loss still needs a scale
-        return cls(low, high, low > 0 and math.log10(high) - math.log10(low) > _DECADES)
+        if logarithmic is None:
+            logarithmic = low > 0 and math.log10(high) - math.log10(low) > _DECADES
+        return cls(low, high, logarithmic)
 
     def heights(self, values: Any) -> Floats:
         finite = np.where(np.isfinite(values), values, np.nan)
@@ -103,6 +107,17 @@ def _round_logarithmic(low: float, high: float) -> Floats:
     digits = (1, 2, 5) if decades < 2 else (1, 3) if decades < 4 else (1,)
     powers = np.arange(np.floor(np.log10(low)), np.log10(high) + 1, np.ceil(decades / 6))
     return np.array([digit * 10.0**power for power in powers for digit in digits])
+
+
+def steep(found: Sequence[Landscape]) -> bool:
+    """Whether surfaces on one linear scale would hide what most of them look like, so that they need a logarithm.
+
+    That is so if the largest loss is far above the middle of some surface. A deep minimum alone is no reason: on a
+    logarithmic scale it would look like a narrow one.
+    """
+    finite = [each.values[np.isfinite(each.values)] for each in found]
+    high, middles = max(float(values.max()) for values in finite), [float(np.median(values)) for values in finite]
+    return min(float(values.min()) for values in finite) > 0 and high > STEEP * min(middles)
 
 
 def caption(name: str, each: Landscape) -> str:

@@ -58,12 +58,17 @@ def kept_checkpoints(directory: Path) -> list[Path]:
 def kept_models(directory: Path, problem: Problem) -> tuple[list[int], Tensor]:
     """The rounds of a run's checkpoints, and the global model of each as a row. The problem's network ends at the last.
 
+    If the recipe keeps every n-th round, these are its rounds and the last one, so that runs of one recipe show the
+    same rounds. The second checkpoint from the end and the best one come at rounds that depend on the machine.
+
     Raises:
         RunError: a checkpoint is damaged, or there is none.
     """
-    paths = kept_checkpoints(directory)
+    paths, keep = kept_checkpoints(directory), problem.recipe.checkpoint.keep
     if not paths:
         raise RunError(f"{directory}: it has no checkpoints; {KEEP}")
+    if keep:
+        paths = [path for path in paths if int(path.stem) % keep == 0 or path == paths[-1]]
     rounds, rows = [], []
     for path in paths:
         rounds.append(load_checkpoint(path, problem).round)

@@ -115,7 +115,7 @@ surfaces.forEach((canvas) => canvas.addEventListener("keydown", (event) => {
 
 /** The slider and the button of a film show the same round in all of its plots. */
 document.querySelectorAll(".film").forEach((film) => {
-  const [slider, told, play] = ["input", "output", "button"].map((name) => film.querySelector(name));
+  const [slider, told, play] = ["input", "output", ".play"].map((name) => film.querySelector(name));
   const rounds = JSON.parse(slider.dataset.rounds);
   const plots = [...film.querySelectorAll(".canvas")];
   let clock = null;
