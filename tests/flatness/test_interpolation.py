@@ -85,11 +85,11 @@ def test_matching_is_no_worse_than_any_order_of_a_small_network():
         chance = torch.Generator().manual_seed(seed)
         for p in module.parameters():
             p.data.copy_(torch.randn(p.shape, generator=chance, dtype=torch.float64))
-    flat = torch.nn.utils.parameters_to_vector(one.parameters())
+    flat = torch.nn.utils.parameters_to_vector(one.parameters()).detach()
 
     def inner(a, b):
         other = permuted(two, {"0": torch.tensor(a), "2": torch.tensor(b)})
-        return float(flat @ torch.nn.utils.parameters_to_vector(other.parameters()))
+        return float(flat @ torch.nn.utils.parameters_to_vector(other.parameters()).detach())
 
     found = match(one, two)
     reached = inner(found.orders["0"].tolist(), found.orders["2"].tolist())

@@ -121,7 +121,8 @@ def trajectory(
 
         draw_trajectory(found, picture, str(run))
     if as_json:
-        print_json({"measured": header, "run": str(run), "plane": plane.value, **vars(found), **vars(found.surface)})
+        numbers = {name: each for name, each in vars(found).items() if name != "surface"} | vars(found.surface)
+        print_json({"measured": header, "run": str(run), "plane": plane.value, **numbers})
         return
     out.print(trajectory_table(found, header))
     _drawn(picture)

@@ -22,9 +22,7 @@ def run(
     method: Annotated[
         list[str] | None, typer.Option(help="method in place of the recipe's; again for a comparison")
     ] = None,
-    seeds: Annotated[
-        int, typer.Option(help="runs of each method: the recipe's seed and the next ones", min=1)
-    ] = 1,
+    seeds: Annotated[int, typer.Option(help="runs of each method: the recipe's seed and the next ones", min=1)] = 1,
     set_: SetOption = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="run directory; default runs/NAME")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with what --out holds of this run")] = False,

@@ -197,7 +197,7 @@ def _plane(each: Landscape, ends: tuple[float, float], reach: float, ticks: Figu
         "xaxis": {**side, "title": {"text": "α"}},
         "yaxis": {**side, "title": {"text": "β"}},
         "zaxis": {"range": [low, high], "title": {"text": ""}, **ticks},
-        "camera": {"eye": {"x": 1.5, "y": -1.65, "z": 0.85}, "center": {"x": 0, "y": 0, "z": -0.15}},
+        "camera": {"eye": {"x": 1.33, "y": -1.46, "z": 0.75}, "center": {"x": 0, "y": 0, "z": -0.15}},
         "aspectratio": {"x": 1, "y": 1, "z": 0.8},
     }
     flat = _figure([], "α", "β", xaxis=side, yaxis=side, hovermode="closest")["layout"]

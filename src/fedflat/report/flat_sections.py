@@ -37,7 +37,7 @@ def glance(content: Content, _: Canvas, __: int) -> Section | None:
     else:
         note += "One seed: the interval of the trace is that of its estimate, and there are none over seeds."
     note += " A smaller λ₁ is flatter, but only the adaptive sharpness stays the same when layers are rescaled."
-    return section("glance", "Flatness at a glance", note, shown, _differences(content, found))
+    return section("glance", "Flatness at a glance", note, shown)
 
 
 def _by_seed(content: Content, place: int) -> dict[int, dict[str, float]]:
@@ -56,22 +56,32 @@ def _over_seeds(found: BY_SEED, name: str, rows: Mapping[int, Row]) -> str:
         return _interval(values)
     (row,) = rows.values()
     error = headline(row).get(name, (0.0, None))[1]
-    return f"{values[0]:.4g}" + (f" ± {error:.2g}" if error else "")
+    return _within(values[0], error) if error else f"{values[0]:.4g}"
 
 
 def _interval(values: Sequence[float]) -> str:
     """The mean ± t s/√n, the half of the 95 % interval.
 
-    >>> _interval([1.0, 2.0, 3.0])
-    '2 ± 2.5'
+    >>> _interval([-1.0, -2.0, -3.0])
+    '−2.0 ± 2.5'
     """
     half = float(student.ppf(0.975, len(values) - 1)) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return f"{np.mean(values):.4g} ± {half:.2g}"
+    return _within(float(np.mean(values)), half)
 
 
-def _differences(content: Content, found: Mapping[int, BY_SEED]) -> str:
+def _within(value: float, half: float) -> str:
+    """A number with two digits of its error.
+
+    >>> _within(31.234, 12.3), _within(0.95021, 0.0153)
+    ('31 ± 12', '0.950 ± 0.015')
+    """
+    digits = max(0, 1 - math.floor(math.log10(half))) if 0 < half < math.inf else 4
+    return f"{value:.{digits}f} ± {half:.{digits}f}".replace("-", "−")
+
+
+def _differences(content: Content) -> str:
     """The differences from the first line over the seeds that both have, seed by seed."""
-    (first, base), *others = found.items()
+    (first, base), *others = ((k, _by_seed(content, k)) for k in content.flatness)
     rows, places = [], []
     for place, each in others:
         common = [seed for seed in each if seed in base]
@@ -103,7 +113,8 @@ def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
         )
     )
     note = f"The first seed of each line; mean loss over {samples} training samples in evaluation mode."
-    return section("flatness", "Flatness of the minima", note, _beside("Flatness", columns), grid(plots))
+    blocks = (_differences(content), heading("All measures"), _beside("Flatness", columns), grid(plots))
+    return section("flatness", "Flatness of the minima", note, *blocks)
 
 
 def _beside(caption: str, columns: Mapping[str, Mapping[str, str]]) -> str:
