@@ -185,9 +185,8 @@ def flat(lambda1, trace, adaptive=0.25, samples=300):
 def test_the_page_opens_with_the_recorded_flatness_and_intervals_over_seeds(tmp_path):
     for seed, (lambda1, trace) in enumerate([(2.0, 10.0), (3.0, 12.0), (4.0, 11.0)]):
         for method, factor in (("fedavg", 1), ("fedsam", 0.5)):
-            run = written(
-                tmp_path / f"{method}-{seed}", [record(1, accuracy=0.9, loss=1.0)], f"seed={seed}", f"method={method}"
-            )
+            history, settings = [record(1, accuracy=0.9, loss=1.0)], (f"seed={seed}", f"method={method}")
+            run = written(tmp_path / f"{method}-{seed}", history, *settings)
             (run / "flatness.json").write_text(json.dumps(flat(factor * lambda1, trace)))
     found = Read(made(tmp_path))
     assert next(values["id"] for tag, values in found.elements if tag == "section") == "glance"
@@ -201,7 +200,7 @@ def test_one_seed_has_the_interval_of_its_trace_alone(tmp_path):
     run = written(tmp_path / "run", [record(1, accuracy=0.9, loss=1.0)])
     (run / "flatness.json").write_text(json.dumps(flat(2.0, 10.0)))
     text = Read(made(run)).text
-    assert "10.00 ± 0.50" in text and "One seed" in text and "Paired differences" not in text
+    assert "10.0 ± 1.0" in text and "One seed" in text and "Paired differences" not in text
 
 
 @pytest.mark.parametrize("wrong", [b"{}", b"[1]", b"null", b"{", b"[" * 100_000, b'{"samples": "x", "spectrum": 3}'])
