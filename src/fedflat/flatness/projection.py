@@ -39,11 +39,13 @@ class Plane:
 
     def at(self, coordinates: Tensor) -> Tensor:
         """The weights at coordinates (x, y), one pair in each row."""
-        return self.origin + coordinates.double() @ self.axes
+        there: Tensor = self.origin + coordinates.double() @ self.axes
+        return there
 
     def distances(self, models: Tensor) -> Tensor:
         """The distance of each model from the plane."""
-        return torch.linalg.vector_norm(models.double() - self.at(self.project(models)), dim=1)
+        lengths: Tensor = torch.linalg.vector_norm(models.double() - self.at(self.project(models)), dim=1)
+        return lengths
 
 
 def principal_plane(models: Tensor) -> Plane:
