@@ -76,7 +76,7 @@ def path(
 def trajectory(
     run: Annotated[Path, typer.Argument(help="run directory with the checkpoints of several rounds")],
     plane: Annotated[
-        Through, typer.Option(help="principal components of the rounds, or through the average and two clients")
+        Through, typer.Option(help="principal components of the rounds, or through the received model and two clients")
     ] = Through.pca,
     clients: Annotated[bool, typer.Option("--clients/--no-clients", help="with the clients' local models")] = True,
     points: Points = 25,
@@ -115,7 +115,7 @@ def trajectory(
         found = project(objective, chosen, rounds, models, local, points, advance)
     found.save(run / "trajectory.npz")
     header = f"{MEASURED.format(samples=objective.samples)}, models of {run} in the plane of "
-    header += "their principal components" if plane is Through.pca else "the average and two clients' models"
+    header += "their principal components" if plane is Through.pca else "the received and two clients' models"
     if picture:
         from fedflat.report.route import draw_trajectory
 
@@ -134,10 +134,10 @@ def _plane(plane: Through, models: Tensor, local: LocalRound | None) -> WeightPl
 
     if plane is Through.pca or local is None:
         return principal_plane(models)
-    far = sorted(local.models.values(), key=lambda model: -float((model - local.average).norm()))
+    far = sorted(local.models.values(), key=lambda model: -float((model - local.start).norm()))
     if len(far) < 2:
-        raise RunError(f"round {local.round} has {len(far)} local models; a plane needs two besides their average")
-    return plane_through(local.average, far[0], far[1])
+        raise RunError(f"round {local.round} has {len(far)} local models; a plane needs two besides the received one")
+    return plane_through(local.start, far[0], far[1])
 
 
 @app.command()
