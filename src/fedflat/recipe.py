@@ -177,6 +177,11 @@ class Checkpoint(Section):
     every: int = Field(
         0, ge=0, description="rounds between checkpoints; 0 = as often as costs less than 3 % of the time"
     )
+    keep: int = Field(
+        0,
+        ge=0,
+        description="also keep the checkpoint of every n-th round, from round 0 on; 0 = the last two and the best",
+    )
 
 
 class Deployment(Section):

@@ -22,6 +22,7 @@ def run(
     method: Annotated[
         list[str] | None, typer.Option(help="method in place of the recipe's; again for a comparison")
     ] = None,
+    seeds: Annotated[int, typer.Option(help="runs of each method: the recipe's seed and the next ones", min=1)] = 1,
     set_: SetOption = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="run directory; default runs/NAME")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with what --out holds of this run")] = False,
@@ -34,7 +35,8 @@ def run(
     from fedflat.recipe import load
 
     chosen = [[f"method={json.dumps(name)}"] for name in method or []] or [[]]
-    recipes = [load(recipe, [*(set_ or []), *one]) for one in chosen]
+    given = [load(recipe, [*(set_ or []), *one]) for one in chosen]
+    recipes = [each.model_copy(update={"seed": each.seed + k}) for each in given for k in range(seeds)]
 
     from fedflat.methods.parser import parse
     from fedflat.runs.folder import refuse_taken
@@ -43,7 +45,8 @@ def run(
     folders: dict[Path, Recipe] = {}
     for each in recipes:
         parse(each.method)
-        folder = base if len(recipes) == 1 else base / _slug(str(each.method))
+        name = _slug(str(each.method)) + (f"-seed-{each.seed}" if seeds > 1 else "")
+        folder = base if len(recipes) == 1 else base / name
         if folder in folders:
             raise RecipeError(f"--method {each.method}: given twice")
         if not resume:

@@ -65,7 +65,12 @@ class Landscape:
             raise RunError(f"{path}: the landscape cannot be read ({error.strerror})") from error
         except Exception as error:  # a damaged zip or header makes zipfile, zlib and NumPy raise almost anything
             raise RunError(f"{path}: not a landscape file, or a damaged one; measure the landscape again") from error
-        if not (_is_grid(axes) and _is_real(values, axes.shape[1:] * len(axes)) and _is_real(centre, ())):
+        return cls.checked(path, axes, values, centre)
+
+    @classmethod
+    def checked(cls, path: str | PathLike[str], axes: NDArray[Any], values: NDArray[Any], centre: Any) -> Landscape:
+        """A landscape from the arrays of a file. Raises `RunError` if they do not fit each other."""
+        if not (_is_grid(axes) and _is_real(values, axes.shape[1:] * len(axes)) and _is_real(np.asarray(centre), ())):
             raise RunError(f"{path}: its values do not fit its axes; measure the landscape again")
         return cls(axes, values, float(centre))
 

@@ -212,6 +212,8 @@ def _train_in(
         problem.network.put_away()  # the state holds the model until the last round
         if found and engine.memory:
             engine.memory.restore(found.memory())
+        if not found and recipe.checkpoint.keep:
+            checkpoints.save(state, engine.memory, folder.mark(), None)
         for record in history:
             trackers(record)
         for now, record in rounds(problem, state, engine, history):
