@@ -126,6 +126,7 @@ def _answered(
     answer: Callable[[Question, Desk], RecordDict],
 ) -> Message:
     """Return the answer to a message, or one sentence if the client's policy does not allow it."""
+    from fedflat.errors import printable
     from fedflat.flower import messages
     from fedflat.flower.policy import PolicyError, read_policy
     from fedflat.recipe import Recipe, load
@@ -142,7 +143,7 @@ def _answered(
         except messages.UnfitError as unfit:
             raise PolicyError(f"{question}: {unfit.args[1]}") from None
     except PolicyError as refused:
-        sentence = messages.plain(refused)
+        sentence = printable(refused)
         _note_refusal(book, question, sentence)
         return Message(messages.content({}, {"refused": sentence}), reply_to=message)
 

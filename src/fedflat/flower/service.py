@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedflat.engine import settled_worker
-from fedflat.errors import AwayError, RecipeError
+from fedflat.errors import AwayError, RecipeError, printable, shown
 from fedflat.flower import messages
 from fedflat.flower.identity import read_table
 from fedflat.flower.journal import Journal
@@ -176,22 +176,22 @@ class Deployment:
     def _received(self, reply: Message, client: int, node: int, round: int) -> Upload | Refusal:
         """Read a reply: an upload, or why it is not one."""
         if reply.has_error():
-            return Refusal(client, "raised", f"error {reply.error.code}: {messages.plain(reply.error.reason)}")
+            return Refusal(client, "raised", f"error {reply.error.code}: {printable(reply.error.reason)}")
         try:
             facts = messages.read_facts(reply.content)
             if refused := facts.get("refused"):
-                raise messages.UnfitError("policy", messages.plain(refused))
+                raise messages.UnfitError("policy", printable(refused))
             if facts.get("run") != self._journal.run or facts.get("client") != client:
                 raise messages.UnfitError("foreign", "it is of another run or another client")
             if facts.get("round") != round:
-                raise messages.UnfitError("stale", f"it is of round {messages.plain(repr(facts.get('round')), 40)}")
+                raise messages.UnfitError("stale", f"it is of round {shown(facts.get('round'), 40)}")
             upload = messages.read_upload(reply.content, self._problem, client, self._nodes.samples(node))
             if facts.get("digest"):
                 self._offered[client] = Mark(round, messages.word(facts, "digest", "[0-9a-f]{64}"))
         except messages.UnfitError as unfit:
             return Refusal(client, *unfit.args)
         if facts.get("forgiven"):
-            forgiven = f"client {client} in round {round}: {messages.plain(facts['forgiven'])}"
+            forgiven = f"client {client} in round {round}: {printable(facts['forgiven'])}"
             say(forgiven, self._recipe.deployment)
         return upload
 
@@ -238,9 +238,9 @@ class Deployment:
 
 def _answer(reply: Message, client: int, vector: Tensor) -> Tensor:
     if reply.has_error():
-        raise AwayError(f"sharpness: client {client}: {messages.plain(reply.error.reason)}")
+        raise AwayError(f"sharpness: client {client}: {printable(reply.error.reason)}")
     if refused := messages.read_facts(reply.content).get("refused"):
-        raise AwayError(f"sharpness: client {client} refuses: {messages.plain(refused)}")
+        raise AwayError(f"sharpness: client {client} refuses: {printable(refused)}")
     try:
         return messages.read_exactly(reply.content, {"answer": vector.numel()}, vector.dtype)["answer"]
     except messages.UnfitError as unfit:
