@@ -197,7 +197,7 @@ def _local_round(question: Question, desk: Desk) -> RecordDict:
     with one_thread():
         upload, kept = settled_worker(problem).local_round(Broadcast(ask.round, lr, sent), client, memory)
     if shelf:
-        answer["digest"] = keep(shelf, ask.round, kept, {"run": ask.run, "client": str(client)}).digest
+        answer["digest"] = keep(shelf, ask.round, kept, {"run": ask.run, "client": str(client)}, ask.mark).digest
     upload = _guarded(upload, method)
     facts_up = {**messages.upload_facts(upload), **answer, "forgiven": forgiven}
     return messages.content({"delta": upload.delta, **upload.vectors}, facts_up, upload.notes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -88,11 +89,12 @@ def _serve(
     if not journal.sizes:
         journal.begin(connected)
     secret = journal.seed() if recipe.deployment.draws == "secret" else None
-    problem = with_sizes(problem, journal.sizes, secret)
+    problem = replace(with_sizes(problem, journal.sizes, secret), discarded=journal.discarded)
 
     before = {number: signal.getsignal(number) for number in CAUGHT}
 
-    def start(problem: Problem, _: ServerState) -> Deployment:
+    def start(problem: Problem, state: ServerState) -> Deployment:
+        journal.start(state.round)
         # A round without its SuperLink would never finish, so a ServerApp that is told to end does so at once.
         for number in CAUGHT if threading.current_thread() is threading.main_thread() else ():
             signal.signal(number, before[number])

@@ -32,7 +32,7 @@ class Ledger:
     `multiplier` is the noise in units of the largest change that one client can make to the sum. `sampled` holds the
     divergences of a round with a secret cohort, at the ORDERS; `odds` is the probability that a client is in it, if all
     are drawn independently. `missing` says why ε does not hold, if it does not. `hidden` names what clients do not send
-    because it would bypass the noise.
+    because it would bypass the noise. `discarded` rounds were shown to clients before the run went back behind them.
     """
 
     delta: float
@@ -41,13 +41,14 @@ class Ledger:
     odds: float = 1.0
     missing: str = ""
     hidden: tuple[str, ...] = ()
+    discarded: int = 0
 
     def reported(self, rounds: int) -> dict[str, Any]:
         """The privacy fields of a round's record."""
         hidden = dict.fromkeys(self.hidden)
         if self.missing:
             return {**hidden, "epsilon": None, "epsilon_missing": self.missing}
-        return {**hidden, "epsilon": self.epsilon(rounds)}
+        return {**hidden, "epsilon": self.epsilon(rounds + self.discarded)}
 
     def epsilon(self, rounds: int) -> float | None:
         """ε at δ after that many rounds; None without noise."""
@@ -74,7 +75,7 @@ def ledger_of(problem: Problem) -> Ledger | None:
     if book is None or not problem.deployed:
         return book
     hidden = ("local_loss",) if problem.method.protection and problem.method.protection.protects == "upload" else ()
-    return replace(book, missing=_missing(problem), hidden=hidden)
+    return replace(book, missing=_missing(problem), hidden=hidden, discarded=problem.discarded)
 
 
 def _missing(problem: Problem) -> str:
