@@ -23,7 +23,7 @@ from torch import Tensor
 from fedflat.engine import settled_worker
 from fedflat.errors import AwayError, RecipeError, printable, shown
 from fedflat.flower import messages
-from fedflat.flower.identity import read_table
+from fedflat.flower.identity import has_keys, read_table
 from fedflat.flower.journal import Journal
 from fedflat.flower.monitor import monitored, say
 from fedflat.flower.nodes import Attendance, Nodes
@@ -78,8 +78,7 @@ def _serve(
     callbacks: Sequence[Callable[[Record], None]],
 ) -> None:
     journal = Journal(out)
-    # Flower's simulation runs all nodes in one process, without keys.
-    table = read_table(keys, recipe.split.clients) if keys and hasattr(grid, "get_nodes") else None
+    table = read_table(keys, recipe.split.clients) if keys and has_keys(grid) else None
     if table is None:
         say("nodes are not told apart by keys: each is believed which client it is", recipe.deployment)
     problem = own_problem(recipe, NOBODY, 1, data)

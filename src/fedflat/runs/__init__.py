@@ -5,6 +5,7 @@ from fedflat.runs.checkpoint import checkpoint_rounds
 from fedflat.runs.experiment import Result, execute, summary, train
 from fedflat.runs.folder import Record, private_directory, read_recipe, read_whole, write_whole, written_to
 from fedflat.runs.lock import RunLock
+from fedflat.runs.record import read_record
 from fedflat.runs.rewind import go_back
 from fedflat.runs.signals import CAUGHT
 from fedflat.runs.sweep.overrides import flattened, spelled
@@ -30,6 +31,7 @@ __all__ = [
     "mean_and_std",
     "private_directory",
     "read_recipe",
+    "read_record",
     "read_whole",
     "sharpness_portion",
     "shipped",
