@@ -45,7 +45,7 @@ class Journal:
             self._marks = {int(client): [*map(_mark, marks)] for client, marks in found["marks"].items()}
         except UnfitError as unfit:
             raise self._damaged(unfit.args[1]) from None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise self._damaged(f"{type(error).__name__}: {printable(error, 100)}") from None
 
     def _damaged(self, why: str) -> RunError:
