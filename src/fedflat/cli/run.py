@@ -72,7 +72,28 @@ def resume(
     from fedflat.recipe import overridden
     from fedflat.runs.folder import read_recipe
 
+    if back_to is not None and is_deployment(directory):
+        _go_back(directory, back_to)
+        return
     _train({directory: overridden(read_recipe(directory), set_ or [])}, True, as_json, back_to)
+
+
+def is_deployment(directory: Path) -> bool:
+    """Whether a run's clients are elsewhere."""
+    return (directory / "deployment.json").exists()
+
+
+def _go_back(directory: Path, round: int) -> None:
+    """Return a deployment to a kept checkpoint; its server goes on from there when it is started again."""
+    from fedflat.cli.flower import need_flower
+
+    need_flower()
+    from fedflat.flower.journal import Journal
+    from fedflat.runs import go_back
+
+    go_back(directory, round, complain, Journal(directory).discard)
+    told = f"{directory}: is back at round {round}; go on with this deployment by `flwr run`"
+    out.print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to: int | None = None) -> None:
@@ -83,7 +104,7 @@ def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to:
 
     results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
     for folder, each in folders.items():
-        if (folder / "deployment.json").exists():
+        if is_deployment(folder):
             raise RunError(f"{folder}: its clients are elsewhere; go on with this deployment by `flwr run`")
         problem = prepare(each)
         full = problem.recipe

@@ -34,7 +34,7 @@ class Problem:
     """Everything that stays the same over the rounds: the objects a recipe describes, and the recipe in full.
 
     `secret` seeds the draws of this side of a deployment, instead of the recipe's seed. `deployed` is true if the
-    clients, and so their privacy, are real.
+    clients, and so their privacy, are real. `discarded` counts rounds of a deployment that it has gone back behind.
     """
 
     federation: Federation
@@ -45,6 +45,7 @@ class Problem:
     shuffle: bool = True
     secret: Secret | None = None
     deployed: bool = False
+    discarded: int = 0
 
     @classmethod
     def of(

@@ -102,7 +102,8 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of a run: the last two, the best, and that of every n-th round if the recipe says so."""
 
-    def __init__(self, directory: Path, recipe: Recipe, base: str = "") -> None:
+    def __init__(self, directory: Path, recipe: Recipe, base: str | None = "") -> None:
+        """Open the checkpoints of a run; `base` is None if there is no model whose frozen weights must be theirs."""
         self._folder = directory / "checkpoints"
         self._fingerprint, self._base = fingerprint(recipe), base
         self._every, self._keep = recipe.checkpoint.every, recipe.checkpoint.keep
@@ -231,7 +232,8 @@ class Checkpoints:
         return None
 
     def _taken(self, checkpoint: Checkpoint) -> Checkpoint:
-        checkpoint.check_base(self._base)
+        if self._base is not None:
+            checkpoint.check_base(self._base)
         self._memory = checkpoint.manifest["memory"]
         return checkpoint
 
@@ -242,6 +244,11 @@ class Checkpoints:
                 if int(path.stem) > round and not path.is_dir():
                     path.unlink()
             sync_directory(self._folder)
+
+
+def checkpoint_rounds(directory: Path) -> list[int]:
+    """Return the rounds of a run that have a checkpoint, intact or not."""
+    return sorted(int(path.stem) for path in _manifests(directory / "checkpoints"))
 
 
 def _no_such_round(found: list[Path], round: int) -> list[Path]:
