@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from fedflat.engine import keep_freed_memory
 from fedflat.local import Batch, Loss
-from fedflat.models import Layout
+from fedflat.models import Layout, plain_output
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -39,7 +39,7 @@ class Objective:
     def __init__(
         self, module: nn.Module, loss: Loss, batches: Sequence[Batch], names: Sequence[str] | None = None
     ) -> None:
-        self.module, self.loss, self.batches = module.eval(), loss, batches
+        self.module, self.loss, self.batches = plain_output(module.eval()), loss, batches
         chosen = {n: p for n, p in module.named_parameters() if p.requires_grad and (names is None or n in names)}
         self.parameters = list(chosen.values())
         self.layout = Layout.of(chosen.items())

@@ -21,6 +21,7 @@ from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, 
 from fedflat.federation import Federation
 from fedflat.local import Loss
 from fedflat.methods import Method, Part, Written, parse, spell
+from fedflat.models import own_output
 from fedflat.recipe import Recipe, validated
 from fedflat.rounds import (
     Engine,
@@ -39,7 +40,7 @@ from fedflat.rounds import (
 )
 from fedflat.runs.build import assemble, in_full, sharpness_portion, show, start_engine
 from fedflat.runs.checkpoint import Checkpoint, Checkpoints
-from fedflat.runs.folder import DAMAGED, Record, RunFolder
+from fedflat.runs.folder import DAMAGED, Record, RunFolder, parameters
 from fedflat.runs.lock import RunLock
 from fedflat.runs.signals import LastRound
 from fedflat.runs.trackers import Trackers, check_trackers
@@ -69,7 +70,7 @@ class Result:
 
     @property
     def summary(self) -> Record:
-        return summary(self.history, self.recipe)
+        return summary(self.history, self.recipe) | parameters(self.model)
 
 
 def train(
@@ -180,7 +181,7 @@ def execute(
                 state = now
                 _tell(record, history, callbacks)
         show(problem, state)
-        return Result(recipe, history, problem.network.module)
+        return Result(recipe, history, own_output(problem.network.module))
     completed = partial(in_full, federation=problem.federation, group=problem.group)
     with RunFolder(directory, recipe, resume, completed, lock, back_to) as folder, LastRound() as signals:
         state, history = _train_in(folder, problem, callbacks, signals, warn, start, back_to)
@@ -188,7 +189,7 @@ def execute(
         folder.finish(problem.network, {**summary(history, recipe), "rounds": state.round})
         if signals.came:  # in the last round: this run is complete, but others may be waiting
             raise StoppedError(f"stopped; the run in {directory} is complete", signals.came)
-    return Result(recipe, history, problem.network.module, directory)
+    return Result(recipe, history, own_output(problem.network.module), directory)
 
 
 def _train_in(
