@@ -52,6 +52,7 @@ class Data(Named):
     crop_fill: Literal["black", "mean", "reflect"] = Field("black", description="what the padding holds")
     flip: float = Field(0.0, ge=0, le=1, description="probability of a horizontal flip")
     cutout: int = Field(0, ge=0, description="side of a square that is blanked; 0 = none")
+    by_length: bool = Field(False, description="batches of texts of similar length, with little padding")
 
 
 class Split(Named):
@@ -159,9 +160,15 @@ class Evaluation(Section):
     measures: list[Measure] = Field(
         ["consistency"], description="what to measure of each round's local models, as in docs/how-to.md"
     )
+    metric: str | None = Field(
+        None, description="the task's metric that tables, target and best checkpoint follow; else its first"
+    )
+    best: Literal["highest", "lowest"] = Field(
+        "highest", description="which of its values is the best; set by the task"
+    )
     margin: float = Field(1.0, ge=0, description="γ of the measure `margin`")
     radius: float = Field(0.05, gt=0, description="ρ of the measure `local_sharpness`")
-    target: float | None = Field(None, gt=0, le=1, description="accuracy for `rounds to target`")
+    target: float | None = Field(None, description="value of the metric for `rounds to target`")
     sharpness: int = Field(
         0, ge=0, description="rounds between measurements of λ₁ by the clients' Hessian products; 0 = never"
     )
@@ -235,6 +242,10 @@ class Recipe(Section):
 
     seed: int = Field(0, ge=0, description="seed of everything drawn")
     method: Any = Field("fedavg", description="a name, a sum such as 'feddyn + man(0.15)', a table or a list")
+    task: str | None = Field(
+        None,
+        description="classification, regression, multi-label, next-token or package.module:Task; else the data set's",
+    )
     precision: Literal["float32", "float64", "bf16"] = Field(
         "float32", description="numbers of weights and samples; bf16 computes passes in bfloat16, the rest in float32"
     )
@@ -260,6 +271,15 @@ class Recipe(Section):
         where = {"engine": {"name", "workers", "address"}, "data": {"dir"}, "model": {"base"}}
         aside = dict.fromkeys(("trackers", "checkpoint", "deployment"), True)
         return self.model_dump(exclude={"server": {"rounds", "stop_loss"}, **where, **aside})
+
+    @property
+    def metric(self) -> str:
+        """The name of the metric that tables, targets and checkpoints follow."""
+        return self.evaluation.metric or "accuracy"
+
+    def rank(self, value: float) -> float:
+        """Return a number that is larger the better a value of the metric is."""
+        return value if self.evaluation.best == "highest" else -value
 
     def to_toml(self) -> str:
         """The recipe with every value in force; `load` reads it back."""

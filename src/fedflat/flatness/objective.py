@@ -13,6 +13,7 @@ from torch.func import functional_call
 from fedflat.engine import keep_freed_memory
 from fedflat.local import Batch, Loss
 from fedflat.models import Layout, plain_output
+from fedflat.tasks import counted
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -44,6 +45,7 @@ class Objective:
         self.parameters = list(chosen.values())
         self.layout = Layout.of(chosen.items())
         self.samples = sum(len(labels) for _, labels in batches)
+        self._counted = sum(counted(loss, labels) for _, labels in batches)
         self._forward_mode = any(isinstance(layer, CONVOLUTIONS) for layer in module.modules())
         keep_freed_memory()
 
@@ -147,8 +149,8 @@ class Objective:
         return torch.autograd.grad(outputs, self.parameters, bent, materialize_grads=True)
 
     def share(self, batch: Batch) -> float:
-        """n_b/N, the weight of the batch's mean in the mean over all samples."""
-        return len(batch[1]) / self.samples
+        """n_b/N, the weight of the batch's mean in the mean over all samples (over tokens, if the loss counts them)."""
+        return counted(self.loss, batch[1]) / self._counted
 
     def _mean(self, batch: Batch) -> Tensor:
         inputs, labels = batch

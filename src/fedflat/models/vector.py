@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from fedflat.errors import RecipeError
+from fedflat.models.blocks import Activation, AttentionOutput
 from fedflat.models.outputs import plain_output, take_logits
 
-ACTIVATIONS = (nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid)
+ACTIVATIONS = (nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid, Activation)
 
 
 @dataclass(frozen=True)
@@ -265,14 +266,17 @@ class Network:
         return slice(slices[0].start, slices[-1].stop)
 
     @contextmanager
-    def listening(self, features: bool = False, activations: bool = False) -> Iterator[Tap]:
-        """Within this context a pass also records the input of the head, or the output of each activation module."""
+    def listening(self, features: bool = False, activations: bool = False, attention: bool = False) -> Iterator[Tap]:
+        """Within this context a pass also records the input of the head, or the output of each activation module.
+
+        With `attention`, the mixed values of each attention count as activations too (`AttentionOutput`).
+        """
         tap = Tap(self.module, self.weights.dtype, self.autocast)
         with ExitStack() as hooks:
             if features:
                 hooks.callback(self.head_module.register_forward_pre_hook(tap.enter_head).remove)
-            if activations:
-                for name, module in _activation_modules(self.module):
+            if activations or attention:
+                for name, module in _activation_modules(self.module, attention):
                     hooks.callback(module.register_forward_hook(tap.leave(name)).remove)
             yield tap
 
@@ -314,12 +318,17 @@ class Tap:
         return keep
 
 
-def _activation_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = [(n, m) for n, m in module.named_modules() if isinstance(m, ACTIVATIONS)]
-    if not found:
-        kinds = ", ".join(kind.__name__ for kind in ACTIVATIONS)
+def _activation_modules(module: nn.Module, attention: bool) -> list[tuple[str, nn.Module]]:
+    kinds = (*ACTIVATIONS, AttentionOutput) if attention else ACTIVATIONS
+    found: list[tuple[str, nn.Module]] = [(n, m) for n, m in module.named_modules() if isinstance(m, kinds)]
+    if attention and not any(isinstance(m, AttentionOutput) for _, m in found):
         raise RecipeError(
-            f"model: no activation module to look at; use modules such as nn.ReLU ({kinds}), not functions"
+            "model: no attention to look at; a network of your own marks it by fedflat.models.AttentionOutput"
+        )
+    if not found:
+        known = ", ".join(kind.__name__ for kind in ACTIVATIONS)
+        raise RecipeError(
+            f"model: no activation module to look at; use modules such as nn.ReLU ({known}), not functions"
         )
     return found
 
