@@ -10,8 +10,8 @@ A grey image enters a network for colour images with its one channel repeated th
 """
 
 from fedflat.models.adapters import factors, is_adapted, lora, merged
-from fedflat.models.outputs import own_output, plain_output
 from fedflat.models.blocks import Activation, AttentionOutput
+from fedflat.models.outputs import own_output, plain_output
 from fedflat.models.registry import MODELS, build, construction
 from fedflat.models.source_code import source
 from fedflat.models.vector import Forward, Layout, Network, Tap, unit
