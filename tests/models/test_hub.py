@@ -11,7 +11,7 @@ from torch import nn
 from fedflat import Dataset, Federation, Samples, train
 from fedflat.errors import RecipeError
 from fedflat.flatness import Objective
-from fedflat.models import Network, build, lora, merged
+from fedflat.models import Network, build, lora, merged, unit
 from fedflat.tasks import TASKS
 
 transformers = pytest.importorskip("transformers")
@@ -118,7 +118,7 @@ def test_our_forward_is_that_of_peft_on_the_same_factors(kind):
 def test_hessian_products_are_differences_of_gradients():
     module, batch = made(GPT2, per_token=True).double(), texts(8)
     objective = Objective(module, TASKS["next-token"].loss, [batch])
-    v = torch.randn(objective.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    v = unit(torch.randn(objective.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     w, step = objective.weights, 1e-5
     slopes = []
     for sign in (1, -1):

@@ -114,7 +114,7 @@ def _refuse_short(settings: Any, shape: Shape) -> None:
     most = getattr(settings, "max_position_embeddings", None)
     if len(shape) != 1 or (most is not None and shape[0] > most):
         raise RecipeError(
-            f"model transformers: reads texts of up to {most} tokens, and a sample has shape {tuple(shape)}"
+            f"model transformers: reads up to {most} tokens, and a sample has the shape {tuple(shape)}"
         )
 
 
