@@ -83,8 +83,8 @@ def main() -> None:
     seconds = time.perf_counter() - begun
     print(f"{there.clients} roles in one place, {here.clients} clients; base after {seconds:.0f} s", flush=True)
     settings = dict(rounds=given.rounds, cohort=6, steps=8, batch=16, momentum=0.9, seed=0, workers=given.workers)
-    print("| weights | method | accuracy | loss | trained | MB down | MB up | λ₁ trained | λ₁ all | seconds |", flush=True)
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| weights | method | accuracy | loss | trained | MB down | MB up | λ₁ trained | λ₁ all | seconds |")
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     row = "| {} | {} | {:.4f} | {:.4f} | {:,} | {:.2f} | {:.2f} | {:.3g} | {:.3g} | {:.1f} |"
     for kind in ("full", "lora"):
         adapters = {"model_lora": ADAPTERS} if kind == "lora" else {}

@@ -18,6 +18,7 @@ from fedflat.runs.build import load_run, prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.export import export
 
+PRODUCT = "fedflat.methods.parts:ProductAverage"
 RANK = 2
 D = RANK * (64 + 16) + RANK * (16 + 10)  # of both layers' adapters
 
@@ -33,7 +34,7 @@ SETTINGS = dict(rounds=2, cohort=3, engine="inline", model_lora={"rank": RANK, "
 @pytest.mark.parametrize(
     "method",
     ["fedavg", "fedsam(0.05)", "fedasam", "fedsmoo", "fedsol", "fedgamma", "fedavg + man(0.1)", "fedavg + adamw",
-     "fedavg + muon", "fedavg + product_average", "fedsmoo + product_average", "fedavg + median"],
+     "fedavg + muon", f"fedavg + {PRODUCT}", f"fedsmoo + {PRODUCT}", "fedavg + median"],
 )  # fmt: skip
 def test_every_method_trains_the_adapters_alone(digits, method):
     module = base()
@@ -227,5 +228,5 @@ def test_products_are_averaged_only_where_there_are_adapters(digits):
     with pytest.raises(
         RecipeError, match=r"^method: ProductAverage averages the products of .*, and the model has none; "
     ):
-        train(digits, base(), "fedavg + product_average", rounds=1)
-    assert parse("fedavg + product_average").parts
+        train(digits, base(), f"fedavg + {PRODUCT}", rounds=1)
+    assert parse(f"fedavg + {PRODUCT}").parts

@@ -232,7 +232,7 @@ def test_a_client_with_other_frozen_weights_is_refused_before_it_trains(deployed
 
 
 def test_adapters_alone_cross_the_wire(deployed, loopback, small, simulated):
-    """The bytes of the arrays in all training messages, counted on the grid: those of the adapters, plus NumPy's headers."""
+    """The bytes of the arrays in all training messages, counted on the grid: the adapters' and NumPy's headers."""
     crossed = {"down": 0, "up": 0, "messages": 0}
 
     class Counting(loopback.InProcess):

@@ -111,7 +111,7 @@ def test_it_is_refused_for_a_model_without_adapters():
 @pytest.mark.parametrize("other", ["median", "fednova", "central_dp"])
 def test_one_average_at_a_time(other):
     with pytest.raises(RecipeError, match=r"both replace the average|does not protect"):
-        parse(f"product_average + {other}")
+        parse(f"fedflat.methods.parts:ProductAverage + {other}")
 
 
 def test_a_rule_of_a_client_is_left_alone():

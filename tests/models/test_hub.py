@@ -76,7 +76,9 @@ def test_a_module_of_ones_own_and_one_wrapped_by_peft_are_trained():
     tokens = federation(per_token=True)
     module = made(GPT2, per_token=True)
     wrapped = peft.get_peft_model(module, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
-    result = train(tokens, wrapped, "fedsam + product_average", rounds=1, cohort=2, engine="inline")
+    result = train(
+        tokens, wrapped, "fedsam + fedflat.methods.parts:ProductAverage", rounds=1, cohort=2, engine="inline"
+    )
     assert result.summary["parameters_trained"] == 2 * (8 + 24)
     assert any(float(p.detach().norm()) > 0 for n, p in result.model.named_parameters() if "lora_B" in n)
     plain = merged(Network(result.model).module)

@@ -44,7 +44,6 @@ from fedflat.methods.parts import (
     NormBound,
     NotTrueDistillation,
     PrintedConsensus,
-    ProductAverage,
     Proximal,
     ProximalAscent,
     ServerAscent,
@@ -253,10 +252,6 @@ def muon(momentum: float = 0.95, steps: int = 5) -> Method:
     return Method(LocalMuon(momentum, steps))
 
 
-def product_average() -> Method:
-    return Method(ProductAverage())
-
-
 def median() -> Method:
     return Method(TrimmedMean(0.5))
 
@@ -365,7 +360,6 @@ PAPERS = {
     "Fallah et al. 2020": "Personalized Federated Learning with Theoretical Guarantees, NeurIPS",
     "Loshchilov and Hutter 2019": "Decoupled Weight Decay Regularization, ICLR",
     "Jordan et al. 2024": "Muon: An optimizer for hidden layers in neural networks, released code",
-    "Bai et al. 2024": "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks …, NeurIPS",
     "Yin et al. 2018": "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML",
     "Pillutla et al. 2022": "Robust Aggregation for Federated Learning, IEEE Transactions on Signal Processing",
     "Karimireddy et al. 2021": "Learning from History for Byzantine Robust Optimization, ICML",
@@ -414,9 +408,6 @@ CATALOGUE: dict[str, Entry] = {
     "top_eigenvalue": Entry(top_eigenvalue, "Yashwanth et al. 2025", "penalise the Hessian's top eigenvalue itself"),
     "adamw": Entry(adamw, "Loshchilov and Hutter 2019", "AdamW as the clients' optimiser; added to most methods"),
     "muon": Entry(muon, "Jordan et al. 2024", "Muon as the clients' optimiser; added to most methods"),
-    "product_average": Entry(
-        product_average, "Bai et al. 2024", "average the products of LoRA's factors; added to most methods"
-    ),
     "median": Entry(median, "Yin et al. 2018", "the median of each coordinate; added to any method"),
     "trimmed_mean": Entry(trimmed_mean, "Yin et al. 2018", "the mean without the ends; added to any method"),
     "geometric_median": Entry(geometric_median, "Pillutla et al. 2022", "the geometric median; added to any method"),

@@ -113,9 +113,7 @@ def _prepared(settings: Any) -> Any:
 def _refuse_short(settings: Any, shape: Shape) -> None:
     most = getattr(settings, "max_position_embeddings", None)
     if len(shape) != 1 or (most is not None and shape[0] > most):
-        raise RecipeError(
-            f"model transformers: reads up to {most} tokens, and a sample has the shape {tuple(shape)}"
-        )
+        raise RecipeError(f"model transformers: reads up to {most} tokens, and a sample has the shape {tuple(shape)}")
 
 
 def _built(settings: Any, folder: str | None, per_token: bool) -> nn.Module:

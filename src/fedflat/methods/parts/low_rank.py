@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ FLOOR = 1e-3  # smallest singular value of the new A, as a share of its largest
 
 @dataclass(frozen=True)
 class ProductAverage(Part):
-    """The clients' mean correction instead of their mean factors, for models with LoRA adapters (FlexLoRA):
+    """The clients' mean correction instead of their mean factors, for models with LoRA adapters:
 
         B A ← the nearest matrix of rank r to  P = Σ pᵢ BᵢAᵢ,      by the singular value decomposition of P
 
@@ -34,12 +35,13 @@ class ProductAverage(Part):
     both stay near the plain average and the next round starts from factors of the usual size. P is not formed if n r is
     less than both of its sides: its decomposition follows from those of the stacked Bᵢ and Aᵢ.
 
-    Weights outside of the adapters are averaged as usual.
+    Weights outside of the adapters are averaged as usual. It is selected by `model.lora.average = "product"`.
 
-    Deviations: the paper gives clients different ranks and splits the singular values in another way.
+    FlexLoRA (Bai et al. 2024, NeurIPS) has the same average, for clients with different ranks, and other factors of it.
     """
 
     sees = "each"
+    stands_for: ClassVar[str] = 'model.lora.average = "product"'
 
     def fits(self, layout: Layout) -> None:
         if not factors(layout):
