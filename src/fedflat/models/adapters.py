@@ -130,13 +130,13 @@ def merged(module: nn.Module) -> nn.Module:
     ['0.weight', '0.bias']
     """
     module = copy.deepcopy(module)
-    if hasattr(module, "merge_and_unload"):
-        module = plain_output(module.merge_and_unload())
+    if merge := getattr(module, "merge_and_unload", None):
+        module = plain_output(merge())
     for layer in [layer for layer in module.modules() if isinstance(layer, Adapter)]:
         # A new parameter: the weight may be tied to another layer's, which has no adapter.
         layer.weight = nn.Parameter(layer.weight.detach() + layer.product().detach())
         del layer.lora_a, layer.lora_b, layer.lora_scale
-        layer.__class__ = _plain(layer)
+        layer.__class__ = type(layer).plain  # type: ignore[assignment]
     return module.requires_grad_(True)
 
 
@@ -190,10 +190,6 @@ class LoraTransposed(Adapter):
 def _transposed(kind: type[nn.Module]) -> type[Adapter]:
     LoraTransposed.plain = kind
     return LoraTransposed
-
-
-def _plain(layer: Adapter) -> type[nn.Module]:
-    return type(layer).plain
 
 
 def _adapt(name: str, layer: Any, rank: int, alpha: float, generator: torch.Generator | None) -> None:
