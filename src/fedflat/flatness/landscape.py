@@ -109,12 +109,12 @@ def landscape(
     plane = [direction.to(home) for direction in directions]
     axis = span * (np.arange(1 - points, points, 2) / (points - 1))  # exactly 0 in the middle and ±span at the ends
     values = []
-    for steps in product(axis, repeat=len(plane)):
-        there = sum((float(step) * direction for step, direction in zip(steps, plane, strict=True)), home)
-        with objective.at(there):
+    with objective.at(home):
+        for steps in product(axis.tolist(), repeat=len(plane)):
+            objective.move(home, plane, steps)
             values.append(objective.value())
-        if progress:
-            progress()
+            if progress:
+                progress()
     grid = np.array(values).reshape((points,) * len(plane))
     return Landscape(np.tile(axis, (len(plane), 1)), grid, objective.value())
 
