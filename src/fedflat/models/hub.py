@@ -86,9 +86,7 @@ def _from_folder(folder: str, vocabulary: int) -> Any:
             "model first (`hf download NAME --local-dir FOLDER`)"
         )
     if not any(path.glob("*.safetensors")):
-        raise RecipeError(
-            f"model.folder = {folder!r}: holds no .safetensors, and weights in another format are not read"
-        )
+        raise RecipeError(f"model.folder = {folder!r}: holds no .safetensors, and other formats are not read")
     try:
         settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
