@@ -230,8 +230,11 @@ def read_medmnist(path: Path, classes: int) -> Split:
 
     def labelled(*names: str) -> Labelled:
         images = [_channels_first(path, content[parts[name][0]]) for name in names]
-        pixels = np.ascontiguousarray(np.concatenate(images))
-        return pixels, check_labels(path, np.concatenate([content[parts[n][1]] for n in names]), len(pixels), classes)
+        labels = [
+            check_labels(path, content[parts[name][1]], len(pixels), classes)
+            for name, pixels in zip(names, images, strict=True)
+        ]
+        return np.ascontiguousarray(np.concatenate(images)), np.concatenate(labels)
 
     with reading(path):  # parts may differ in their shapes
         return labelled("train", "val"), labelled("test")

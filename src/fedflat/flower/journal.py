@@ -74,8 +74,8 @@ class Journal:
         kept = [*checkpoint_rounds(self._out), math.inf]
         for client, mark in marks.items():
             known = [*(m for m in self._marks.get(client, []) if m.round < mark.round), mark]
-            valid = {max((m for m in known if m.round < at), default=None) for at in kept}
-            self._marks[client] = sorted(valid - {None})
+            last = (max((m for m in known if m.round < at), default=None) for at in kept)
+            self._marks[client] = sorted({m for m in last if m})
         if marks:
             self._write()
 

@@ -132,7 +132,7 @@ def _read(text: str | bytes, where: str) -> Tally:
         texts = [tally.last, *tally.recipes.keys(), *tally.recipes.values()]
         if not all(type(n) is int and n >= 0 for n in counts) or not all(isinstance(text, str) for text in texts):
             raise ValueError("its counts make no sense")
-        if type(tally.spent) not in (int, float) or not 0 <= tally.spent < math.inf:
+        if type(tally.spent) not in (int, float) or not 0 <= tally.spent <= sys.float_info.max:
             raise ValueError("what it has spent makes no sense")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise PolicyError(f"{where}: the client's ledger is damaged ({error}); bring it back from a backup") from None
