@@ -260,7 +260,7 @@ scratch = Scratch(0, memory=Path(sys.argv[1]))
 print(scratch.path.name, flush=True)
 time.sleep(60)
 """
-ELSEWHERE = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+ELSEWHERE = ["unshare", "--kill-child", "--map-root-user", "--pid", "--fork", "--mount-proc"]
 
 
 def at_work(folder, *how):
