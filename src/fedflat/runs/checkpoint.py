@@ -105,7 +105,7 @@ class Checkpoints:
     def __init__(self, directory: Path, recipe: Recipe, base: str = "") -> None:
         self._folder = directory / "checkpoints"
         self._fingerprint, self._base = fingerprint(recipe), base
-        self._every = recipe.checkpoint.every
+        self._every, self._rank = recipe.checkpoint.every, recipe.rank
         self._begun, self._spent = time.perf_counter(), 0.0
         self._memory: Record = {}
         self._useless: set[Path] = set()
@@ -116,8 +116,11 @@ class Checkpoints:
             return round % self._every == 0
         return self._spent <= SHARE * (time.perf_counter() - self._begun)
 
-    def save(self, state: ServerState, memory: Memory | None, metrics: Record, accuracy: float | None) -> None:
-        """Save everything that the run needs after a round; it is on disk when this returns."""
+    def save(self, state: ServerState, memory: Memory | None, metrics: Record, score: float | None) -> None:
+        """Save everything that the run needs after a round; it is on disk when this returns.
+
+        `score` is the metric that the recipe follows; under it, the best checkpoint is kept.
+        """
         begun = time.perf_counter()
         with written_to(self._folder, "the checkpoints before it are whole; make room, then `fedflat resume` the run"):
             if not self._folder.exists():
@@ -131,7 +134,7 @@ class Checkpoints:
                 "round": state.round,
                 "recipe": self._fingerprint,
                 "base": self._base,
-                "accuracy": accuracy,
+                "accuracy": score,  # or another metric of the task; the name is that of fedflat 0.1
                 "metrics": metrics,
                 "server": self._write(f"{state.round:08}.server.safetensors", tensors),
                 "memory": self._memory_of(memory, state.round) if memory and memory.names else {},
@@ -181,8 +184,8 @@ class Checkpoints:
             with suppress(DamagedError):
                 if _well_formed(manifest := _read(path)):
                     manifests[path] = manifest
-        scored = [path for path, m in manifests.items() if m.get("accuracy") is not None]
-        best = max(scored, key=lambda path: (manifests[path]["accuracy"], -manifests[path]["round"]), default=None)
+        scored = {path: m["accuracy"] for path, m in manifests.items() if m.get("accuracy") is not None}
+        best = max(scored, key=lambda path: (self._rank(scored[path]), -manifests[path]["round"]), default=None)
         few = {*sorted(manifests)[-2:], *([best] if best else [])}
         named = {name for path in few for name in _files(manifests[path])} | {path.name for path in few}
         for path in self._folder.iterdir():
