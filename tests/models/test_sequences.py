@@ -111,7 +111,7 @@ def test_activations_are_those_of_the_mlp_blocks_and_on_request_of_the_attention
         return
     seen = []
     (mixed,) = [m for m in network.module.modules() if isinstance(m, AttentionOutput)]
-    with network.listening(activations=True, attention=True) as tap:
+    with torch.no_grad(), network.listening(activations=True, attention=True) as tap:
         hook = mixed.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
         squares = tap(tokens()).squares
         hook.remove()

@@ -63,8 +63,8 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled():
             arguments = ctx.saved_tensors
-            return torch.autograd.grad(_unrolled(*arguments), arguments, slope, create_graph=True)
-        return torch.autograd.grad(ctx.outside, ctx.inside, slope, retain_graph=True)
+            return tuple(torch.autograd.grad(_unrolled(*arguments), arguments, slope, create_graph=True))
+        return tuple(torch.autograd.grad(ctx.outside, ctx.inside, slope, retain_graph=True))
 
 
 class Lstm(nn.Module):
@@ -87,7 +87,7 @@ class Lstm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # vmap and its relatives do not see through a gradient of one's own.
         lstm = _unrolled if torch._C._are_functorch_transforms_active() else _Fused.apply
-        hidden: Tensor = lstm(x, self.weight_x, self.weight_h, self.bias)  # type: ignore[no-untyped-call]
+        hidden: Tensor = lstm(x, self.weight_x, self.weight_h, self.bias)
         return hidden
 
 
