@@ -28,6 +28,18 @@ Picture = Annotated[Path | None, typer.Option("-o", "--out", help="where to draw
 MEASURED = "mean training loss of {samples} samples (evaluation mode, no decay, no augmentation)"
 
 
+class Parameters(StrEnum):
+    """The weights that the loss is a function of."""
+
+    trained = "trained"
+    all = "all"
+
+
+ParametersOption = Annotated[
+    Parameters, typer.Option(help="weights to vary: those that were trained, or all, with adapters merged")
+]
+
+
 class Plane(StrEnum):
     """The directions of a landscape."""
 
@@ -50,6 +62,7 @@ def flatness(
     federated: Annotated[
         bool, typer.Option("--federated", help="spectrum by the clients' products; with --layers each client's own")
     ] = False,
+    parameters: ParametersOption = Parameters.trained,
     seed: Seed = 0,
     picture: Picture = None,
     trust: TrustOption = False,
@@ -57,7 +70,8 @@ def flatness(
 ) -> None:
     """Spectrum and trace of the Hessian, sharpness and norms of the global models of finished runs or checkpoints.
 
-    With --density and -o the density of the eigenvalues is drawn.
+    With --density and -o the density of the eigenvalues is drawn. The numbers go to RUN/flatness.json too, where
+    `fedflat report` finds them.
     """
     from fedflat import flatness as flat
     from fedflat.errors import RecipeError
@@ -72,7 +86,7 @@ def flatness(
     theories, clients = dict[str, flat.Theory](), dict[str, list[flat.Curvature]]()
     for run in _checked(runs):
         with err.status(f"{run}: measuring"):
-            problem = load_run(run)
+            problem = load_run(run, parameters=parameters.value)
             if federated:
                 found, seen = _by_clients(problem, portion, k, probes, density)
                 if layers:
@@ -88,12 +102,24 @@ def flatness(
             densities[str(run)] = seen.density
         found["spectrum"] = {**asdict(seen), "ratio": seen.ratio}
         rows.append({"run": str(run), "method": problem.recipe.method, **found})
+        if not federated:
+            _keep(run, rows[-1])
     if picture:
         draw_density(densities, picture)
     if as_json:
-        _print_json({"measured": MEASURED.format(samples=rows[0]["samples"]), "k": k, "bias": bias, "runs": rows})
+        print_json({"measured": MEASURED.format(samples=rows[0]["samples"]), "k": k, "bias": bias, "runs": rows})
         return
     _print_tables(rows, theories, clients, bias)
+
+
+def _keep(run: Path, row: dict[str, Any]) -> None:
+    """Write what was measured into the run's directory, where the report finds it."""
+    from fedflat.runs.folder import beside, write_whole, written_to
+
+    kept = {name: value for name, value in row.items() if name not in ("run", "theory", "clients")}
+    place = beside(run, "flatness.json")
+    with written_to(place, "make room, then measure again"):
+        write_whole(place, json.dumps(_plain(kept), indent=2).encode() + b"\n")
 
 
 def _by_clients(
@@ -142,6 +168,7 @@ def landscape(
     span: Annotated[float, typer.Option(help="from −span to span along each direction")] = 1.0,
     points: Annotated[int, typer.Option(help="points along each direction", min=3)] = 25,
     samples: Samples = 1000,
+    parameters: ParametersOption = Parameters.trained,
     seed: Seed = 0,
     picture: Picture = None,
     trust: TrustOption = False,
@@ -161,14 +188,14 @@ def landscape(
         raise RecipeError(f"--span {span}: it must be a positive number")
     found = {}
     for run in _checked(runs):
-        problem = load_run(run)
+        problem = load_run(run, parameters=parameters.value)
         objective = Portion(samples, seed).pooled(problem)
         with err.status(f"{run}: directions"):
             if plane is Plane.eigen:
                 directions = eigen_plane(top_eigenvalues(Hessian(objective), 2, seed=seed))
             else:
                 directions = filter_normalised(objective, dimensions, seed, orthogonal=True)
-        with _bar(f"{run}", points**dimensions) as advance:
+        with bar(f"{run}", points**dimensions) as advance:
             found[str(run)] = walk(objective, directions[:dimensions], span, points, advance)
         found[str(run)].save(beside(run, f"landscape-{plane.value}.npz"))
     header = (
@@ -183,7 +210,7 @@ def landscape(
             {"run": name, "centre": f.centre, "rise": f.rise, "axes": f.axes.tolist(), "values": f.values.tolist()}
             for name, f in found.items()
         ]
-        _print_json({"measured": header, "plane": plane.value, "span": span, "runs": runs_found})
+        print_json({"measured": header, "plane": plane.value, "span": span, "runs": runs_found})
         return
     from fedflat.report.flatness_table import landscape_table
 
@@ -204,6 +231,7 @@ def duality(
         int, typer.Option(help="training samples: of the gap, the pairs and the Hessian; 0 = all", min=0)
     ] = 4000,
     test_samples: Annotated[int, typer.Option(help="test samples: of the gap and the pairs; 0 = all", min=0)] = 0,
+    parameters: ParametersOption = Parameters.trained,
     seed: Seed = 0,
     picture: Picture = None,
     trust: TrustOption = False,
@@ -222,7 +250,7 @@ def duality(
 
     rows, results = list[dict[str, Any]](), {}
     for run in _checked(runs):
-        problem = load_run(run)
+        problem = load_run(run, parameters=parameters.value)
         module = problem.network.module
         train, test = _halves(problem.federation, samples, test_samples, seed)
         for name in layer or [n for n in layers_of(module) if isinstance(module.get_submodule(n), nn.Linear)]:
@@ -239,7 +267,7 @@ def duality(
 
         draw_duality(results, picture)
     if as_json:
-        _print_json({"measured": header, "layers": rows})
+        print_json({"measured": header, "layers": rows})
         return
     from fedflat.report.flatness_table import duality_table
 
@@ -284,7 +312,8 @@ def _checked(runs: list[Path]) -> list[Path]:
 
 
 @contextmanager
-def _bar(title: str, total: int) -> Iterator[Any]:
+def bar(title: str, total: int) -> Iterator[Any]:
+    """A progress bar in the terminal; yields the function that advances it by one."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -293,7 +322,8 @@ def _bar(title: str, total: int) -> Iterator[Any]:
         yield lambda: bar.advance(task)
 
 
-def _print_json(content: dict[str, Any]) -> None:
+def print_json(content: dict[str, Any]) -> None:
+    """Print numbers, tensors and arrays as JSON."""
     print(json.dumps(_plain(content), indent=2))
 
 

@@ -8,7 +8,19 @@ import torch
 from torch import nn
 
 from fedflat.errors import RecipeError, nearest
-from fedflat.models.networks import Shape, convnet_gn, fedavg_cnn, lenet64, mlp, resnet18, resnet18_gn, sl_vit, vgg11
+from fedflat.models.hub import transformers
+from fedflat.models.networks import (
+    Shape,
+    convnet_gn,
+    fedavg_cnn,
+    lenet64,
+    mlp,
+    resnet18,
+    resnet18_gn,
+    resnet18_pfllib,
+    sl_vit,
+    vgg11,
+)
 from fedflat.models.sequences import char_lstm, gpt
 from fedflat.trusted import named_class
 
@@ -20,12 +32,14 @@ MODELS: dict[str, Builder] = {
     "convnet-gn": convnet_gn,
     "resnet18-gn": resnet18_gn,
     "resnet18": resnet18,
+    "resnet18-pfllib": resnet18_pfllib,
     "vgg11": vgg11,
     "sl-vit": sl_vit,
     "char-lstm": char_lstm,
     "gpt": gpt,
     "mlp": mlp,
 }
+BUILDERS: dict[str, Builder] = {**MODELS, "transformers": transformers}  # with those of other libraries
 
 
 def build(
@@ -41,7 +55,7 @@ def build(
     """Build the network `name` for samples of `shape`.
 
     Args:
-        name: a key of `MODELS`, or the import path "package.module:Class" of a trusted `nn.Module` (see
+        name: a key of `MODELS`, "transformers", or the import path "package.module:Class" of a trusted `nn.Module` (see
             `fedflat.trust`).
         shape: the shape of one sample; passed on if the class has a parameter of this name.
         classes: the number of classes; passed on if the class has a parameter of this name.
@@ -83,9 +97,9 @@ def construction(
         raise RecipeError(f"model {name}: {', '.join(sorted(taken))} follows from the data and cannot be set")
     if classes < 1:
         raise RecipeError(f"model: it needs at least one class, not classes = {classes}.")
-    if name not in MODELS and ":" not in name:
-        raise RecipeError(f"model: there is no {name!r}; {nearest(name, MODELS)}")
-    builder = MODELS[name] if name in MODELS else named_class(name, nn.Module, "model.name")
+    if name not in BUILDERS and ":" not in name:
+        raise RecipeError(f"model: there is no {name!r}; {nearest(name, BUILDERS)}")
+    builder = BUILDERS[name] if name in BUILDERS else named_class(name, nn.Module, "model.name")
     return builder, _arguments(name, builder, offered, options)
 
 

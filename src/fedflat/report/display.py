@@ -77,7 +77,9 @@ def comparison(
         metric: the metric to show.
     """
     table = Table(title=f"{metric} of the global model on the {samples} samples", title_justify="left")
-    for name in ("method", "last", "best", "last 10", "consistency", "MB sent", "seconds"):
+    frozen = any(summary.get("parameters_trained") != summary.get("parameters") for _, _, summary in results)
+    trained = ("trained",) if frozen else ()
+    for name in ("method", "last", "best", "last 10", "consistency", *trained, "MB sent", "seconds"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for method, history, summary in results:
         shown = (summary.get(f"{metric}_{name}") for name in ("last", "best", "mean_of_last_10"))
@@ -86,6 +88,7 @@ def comparison(
             method,
             *("–" if value is None else f"{value:.4f}" for value in shown),
             "–" if (value := history[-1].get("consistency")) is None else f"{value:.3g}",
+            *(f"{summary['parameters_trained']:,} of {summary['parameters']:,}" for _ in trained),
             f"{traffic:.1f}",
             f"{summary['seconds']:.1f}",
         )

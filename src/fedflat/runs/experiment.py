@@ -20,6 +20,7 @@ from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, 
 from fedflat.federation import Federation
 from fedflat.local import Loss
 from fedflat.methods import Method, Part, Written, parse, spell
+from fedflat.models import own_output
 from fedflat.recipe import Recipe, validated
 from fedflat.rounds import (
     Engine,
@@ -37,9 +38,10 @@ from fedflat.rounds import (
     view,
 )
 from fedflat.runs.build import assemble, in_full, sharpness_portion, show, start_engine
-from fedflat.runs.checkpoint import Checkpoint, Checkpoints
-from fedflat.runs.folder import DAMAGED, Record, RunFolder
+from fedflat.runs.checkpoint import Checkpoints
+from fedflat.runs.folder import Record, RunFolder, parameters
 from fedflat.runs.lock import RunLock
+from fedflat.runs.rewind import recalled
 from fedflat.runs.signals import LastRound
 from fedflat.runs.trackers import Trackers, check_trackers
 from fedflat.tasks import Task, find_task
@@ -74,7 +76,7 @@ class Result:
 
     @property
     def summary(self) -> Record:
-        return summary(self.history, self.recipe)
+        return summary(self.history, self.recipe) | parameters(self.model)
 
 
 def train(
@@ -189,7 +191,7 @@ def execute(
                 state = now
                 _tell(record, history, callbacks)
         show(problem, state)
-        return Result(recipe, history, problem.network.module)
+        return Result(recipe, history, own_output(problem.network.module))
     completed = partial(in_full, federation=problem.federation, group=problem.group)
     with RunFolder(directory, recipe, resume, completed, lock, back_to) as folder, LastRound() as signals:
         state, history = _train_in(folder, problem, callbacks, signals, warn, start, back_to)
@@ -197,7 +199,7 @@ def execute(
         folder.finish(problem.network, {**summary(history, recipe), "rounds": state.round})
         if signals.came:  # in the last round: this run is complete, but others may be waiting
             raise StoppedError(f"stopped; the run in {directory} is complete", signals.came)
-    return Result(recipe, history, problem.network.module, directory)
+    return Result(recipe, history, own_output(problem.network.module), directory)
 
 
 def _train_in(
@@ -216,11 +218,13 @@ def _train_in(
     state = found.state(first_state(problem)) if found else first_state(problem)
     if back_to is not None:
         checkpoints.forget_after(back_to)
-    history = _recalled(folder, found, warn)
+    history = recalled(folder, found, warn)
     with closing(start(problem, state)) as engine, Trackers(recipe, folder.path, warn) as trackers:
         problem.network.put_away()  # the state holds the model until the last round
         if found and engine.memory:
             engine.memory.restore(found.memory())
+        if not found and recipe.checkpoint.keep:
+            checkpoints.save(state, engine.memory, folder.mark(), None)
         for record in history:
             trackers(record)
         for now, record in rounds(problem, state, engine, history):
@@ -235,20 +239,6 @@ def _train_in(
                 raise StoppedError(f"{so_far}; go on with: fedflat resume {folder.path}", signals.came)
         trackers.conclude(summary(history, recipe))
     return state, history
-
-
-def _recalled(folder: RunFolder, found: Checkpoint | None, warn: Callable[[str], None]) -> list[Record]:
-    """The records up to a checkpoint, or as many as are readable if the metrics are damaged."""
-    if found is None:
-        return folder.rewind({"bytes": 0})
-    if folder.agrees(found.manifest["metrics"]):
-        return folder.rewind(found.manifest["metrics"])
-    history = folder.salvage(found.round)
-    warn(
-        f"{folder.path / 'metrics.jsonl'}: is damaged, but the weights of round {found.round} are whole, so the run "
-        f"goes on from there; {found.round - len(history)} records could not be read, and the file is kept as {DAMAGED}"
-    )
-    return history
 
 
 def _tell(record: Record, history: list[Record], callbacks: Sequence[Callback]) -> None:
