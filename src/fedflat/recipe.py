@@ -53,6 +53,13 @@ class Data(Named):
     crop_fill: Literal["black", "mean", "reflect"] = Field("black", description="what the padding holds")
     flip: float = Field(0.0, ge=0, le=1, description="probability of a horizontal flip")
     cutout: int = Field(0, ge=0, description="side of a square that is blanked; 0 = none")
+    window: int = Field(0, ge=0, description="tokens of a sample of text; 0 = the data set's default")
+    stride: int = Field(0, ge=0, description="tokens between two windows; 0 = 1 for `next`, the window for `all`")
+    predict: Literal["next", "all"] = Field(
+        "next", description="the token after a window, or the next one at every position of it"
+    )
+    words: int = Field(0, ge=0, description="words in the vocabulary of a text; 0 = characters")
+    shortest: int = Field(0, ge=0, description="characters that a role or a file must have")
     by_length: bool = Field(False, description="batches of texts of similar length, with little padding")
 
 

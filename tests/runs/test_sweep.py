@@ -121,6 +121,7 @@ class Held(nn.Module):
             time.sleep(0.01)
         return self.layer(x.flatten(1))
 '''
+PLAY = "\n\n".join(f"{role}:\nWhat say you, {role}? Speak, and be heard by all of us." for role in ("A", "B", "C") * 5)
 
 
 def written(folder, text, name="mine.toml"):
@@ -338,12 +339,18 @@ def test_every_sweep_that_comes_along_means_something_at_every_scale(name):
 
 @pytest.mark.parametrize("name", shipped())
 def test_the_tiny_form_of_every_sweep_that_comes_along_runs_two_rounds(name, tmp_path, capsys):
-    points = load_sweep(name, "tiny", ["engine=inline"]).points
+    text = name == "shakespeare"
+    if text:
+        (tmp_path / "shakespeare").mkdir()
+        (tmp_path / "shakespeare/input.txt").write_text(PLAY)
+    place = [f"data.dir={json.dumps(str(tmp_path))}"] if text else []
+    points = load_sweep(name, "tiny", ["engine=inline", *place]).points
     for point in (points[0], points[-1]):
         folder = tmp_path / point.slug
         problem = prepare(point.recipe)
         recipe = problem.recipe
-        assert (problem.federation.dataset.name, recipe.model.name) == ("digits", "mlp")
+        used = ("shakespeare", point.values["model"]) if text else ("digits", "mlp")
+        assert (problem.federation.dataset.name, recipe.model.name) == used
         assert len(execute(problem, folder).history) == 2
         answers = []
         for command in point.after:

@@ -18,9 +18,10 @@ def data_list(directory: DirOption = None, as_json: JsonOption = False) -> None:
     """Which data sets there are, and which are in place."""
     from rich.table import Table
 
+    from fedflat.federation.corpora import CORPORA
     from fedflat.federation.datasets import DATASETS, data_directory, whereabouts
 
-    places = {name: whereabouts(name, directory) for name in DATASETS}
+    places = {name: whereabouts(name, directory) for name in (*DATASETS, *CORPORA)}
     if as_json:
         print(json.dumps(places))
         return
@@ -63,7 +64,9 @@ def data_show(name: str, directory: DirOption = None, as_json: JsonOption = Fals
         "shape": list(data.shape),
         "train": len(data.train.labels),
         "test": len(data.test.labels),
-        "train_per_class": data.train.labels.bincount(minlength=data.classes).tolist(),
+        "train_per_class": data.class_counts(),
+        "task": data.task,
+        "vocabulary": data.vocabulary or None,
         "mean": list(data.mean),
         "std": list(data.std),
         "groups": None if data.train.groups is None else int(data.train.groups.unique().numel()),

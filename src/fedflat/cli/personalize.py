@@ -66,7 +66,7 @@ def personalize(
         start = problem.network.weights
         results = personalise(problem, start, epochs, how, **rate, size=size, neighbours=neighbours, watch=watch)
         file = str(save(run, how, results))
-        facts = {"run": str(run), "method": recipe.method, "how": how, "file": file}
+        facts = {"run": str(run), "method": recipe.method, "metric": recipe.metric, "how": how, "file": file}
         rows += [{**facts, **row} for row in summary(results)]
     print(json.dumps(rows, indent=2)) if as_json else _print_personal(rows)
 
@@ -74,7 +74,10 @@ def personalize(
 def _print_personal(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    table = Table(title="accuracy on the clients' own kind of samples, mean ± std", title_justify="left")
+    table = Table(
+        title=f"{', '.join({row['metric'] for row in rows})} on the clients' own kind of samples, mean ± std",
+        title_justify="left",
+    )
     for name in ("run", "method", "how", "epochs", "before", "after"):
         numeric = name in ("epochs", "before", "after")
         table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric)

@@ -110,7 +110,7 @@ def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to:
         full = problem.recipe
         if not as_json and not resume and not results:
             out.print(full.to_toml(), markup=False, highlight=False)
-        with RoundProgress(str(each.method), full.server.rounds, err if as_json else out) as progress:
+        with RoundProgress(str(each.method), full.server.rounds, err if as_json else out, full.metric) as progress:
             result = execute(problem, folder, [progress], resume, complain, back_to=back_to)
         results.append((str(each.method), result.history, {**result.summary, "directory": str(folder)}))
         if stopped(full, result.history):
@@ -121,7 +121,8 @@ def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to:
     if as_json:
         print(json.dumps([summary for _, _, summary in results], indent=2))
     else:
-        out.print(comparison(results, next(iter(folders.values())).evaluation.on))
+        first = next(iter(folders.values()))
+        out.print(comparison(results, first.evaluation.on, first.metric))
 
 
 def _free_directory() -> Path:

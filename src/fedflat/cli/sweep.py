@@ -147,8 +147,8 @@ class SweepProgress:
             if slug not in self._tasks:
                 self._tasks[slug] = self._bars.add_task(f"  {slug}", total=job.point.recipe.server.rounds, found="")
             record = last_record(job.folder)
-            accuracy = record.get("accuracy")
-            found = job.doing or ("" if accuracy is None else f"accuracy {accuracy:.4f}")
+            metric = job.point.recipe.metric
+            found = job.doing or ("" if record.get(metric) is None else f"{metric} {record[metric]:.4f}")
             self._bars.update(self._tasks[slug], completed=record.get("round", 0), found=found)
             rounds += record.get("round", 0)
         self._bars.update(self._whole, completed=rounds, found=self._count())

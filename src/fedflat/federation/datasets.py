@@ -111,6 +111,11 @@ class Dataset:
         """The shape of one input."""
         return tuple(self.train.inputs.shape[1:])
 
+    def class_counts(self) -> list[int] | None:
+        """The number of training labels of each class; None if labels are not classes."""
+        labels = self.train.labels
+        return None if labels.is_floating_point() else labels[labels >= 0].bincount(minlength=self.classes).tolist()
+
     def limited(self, size: int, seed: int) -> "Dataset":
         """With at most so many training samples, drawn by the seed; the test part is whole."""
         drawn = torch.randperm(len(self.train), generator=generator(seed, "limit"))[:size].sort().values
@@ -122,18 +127,24 @@ Source = Callable[[Path | None], Dataset]
 """Makes a data set out of the data directory."""
 
 
-def load(name: str, directory: Path | str | None = None) -> Dataset:
+def load(name: str, directory: Path | str | None = None, **cut: Any) -> Dataset:
     """The data set of that name, from the data directory (see `data_directory`).
 
-    For the name `arrays`, `directory` is the path of an .npz file (see `read_arrays`).
+    For the name `arrays`, `directory` is the path of an .npz file (see `read_arrays`), and for `text` and `jsonl` that
+    of the user's own text. `cut` says how a text becomes samples (`corpora.Cut`); other data sets do not look at it.
 
     >>> digits = load("digits")
     >>> digits.shape, digits.classes, len(digits.train), len(digits.test)
     ((1, 8, 8), 10, 1442, 355)
     """
+    from fedflat.federation.corpora import CORPORA, Cut  # they are made of what is in this file
+
+    place = None if directory is None else Path(directory).expanduser()
+    if name in CORPORA:
+        return CORPORA[name](place, Cut(**cut))
     if name not in DATASETS:
-        raise RecipeError(f"there is no data set {name!r}; {nearest(name, DATASETS)}")
-    return DATASETS[name](None if directory is None else Path(directory).expanduser())
+        raise RecipeError(f"there is no data set {name!r}; {nearest(name, [*DATASETS, *CORPORA])}")
+    return DATASETS[name](place)
 
 
 def data_directory(directory: Path | str | None = None) -> Path:
@@ -143,12 +154,13 @@ def data_directory(directory: Path | str | None = None) -> Path:
 
 def whereabouts(name: str, directory: Path | None = None) -> str | None:
     """In words where a data set comes from, or None if its folder is not there or holds nothing whole."""
-    source = DATASETS[name]
-    if isinstance(source, Official):
-        folder = source.folder(directory)
+    source = DATASETS.get(name)
+    if isinstance(source, Official) or name in ("shakespeare", "ag-news"):
+        folder = source.folder(directory) if isinstance(source, Official) else data_directory(directory) / name
         files = [p for p in folder.iterdir() if p.suffix not in (".part", ".bad")] if folder.is_dir() else []
         return str(folder) if files else None
-    return "comes with scikit-learn" if name == "digits" else "your own .npz file: data.dir = its path"
+    own = {"digits": "comes with scikit-learn", "arrays": "your own .npz file: data.dir = its path"}
+    return own.get(name, "your own text: data.dir = its path")
 
 
 def _samples(labelled: Labelled, groups: NDArray[Any] | None = None) -> Samples:

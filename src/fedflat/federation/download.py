@@ -6,6 +6,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,10 +23,11 @@ _TIMEOUT = 30.0  # seconds without a byte
 
 @dataclass(frozen=True)
 class Remote:
-    """An official file and its published MD5 sum."""
+    """An official file and its published MD5 or SHA-256 sum."""
 
     address: str
-    md5: str
+    md5: str = ""
+    sha256: str = ""
 
     @property
     def file(self) -> str:
@@ -47,6 +49,7 @@ def _medmnist(name: str, md5: str) -> tuple[Remote, ...]:
 
 
 _TORONTO = "https://www.cs.toronto.edu/~kriz"
+_AG_NEWS = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv"
 _STANFORD = "http://ufldl.stanford.edu/housenumbers"
 _EDINBURGH = "https://datashare.ed.ac.uk/bitstream/handle/10283/3192"
 _MEDMNIST = {
@@ -83,6 +86,16 @@ REMOTES: dict[str, tuple[Remote, ...]] = {
         Remote(f"{_STANFORD}/test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3"),
     ),
     "cinic10": (Remote(f"{_EDINBURGH}/CINIC-10.tar.gz", "6ee4d0c996905fe93221de577967a372"),),
+    "shakespeare": (
+        Remote(
+            "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+            sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+        ),
+    ),
+    "ag-news": (
+        Remote(f"{_AG_NEWS}/train.csv", "b1a00f826fdfbd249f79597b59e1dc12"),
+        Remote(f"{_AG_NEWS}/test.csv", "d52ea96a97a2d943681189a97654912d"),
+    ),
     "tiny-imagenet": (Remote("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de"),),
 } | {name: _medmnist(name, md5) for name, md5 in _MEDMNIST.items()}
 
@@ -104,12 +117,14 @@ def fetch(remote: Remote, target: Path, progress: Progress) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _transfer(remote, part, progress)
+        kind, published = ("SHA-256", remote.sha256) if remote.sha256 else ("MD5", remote.md5)
         with part.open("rb") as stream:
-            md5 = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-        if md5 != remote.md5:
+            digest = partial(hashlib.sha256 if remote.sha256 else hashlib.md5, usedforsecurity=False)
+            found = hashlib.file_digest(stream, digest).hexdigest()
+        if found != published:
             bad = part.replace(target.with_name(target.name + ".bad"))
             raise DataError(
-                f"{remote.address} came with MD5 sum {md5} instead of {remote.md5}, and is set aside as {bad}"
+                f"{remote.address} came with {kind} sum {found} instead of {published}, and is set aside as {bad}"
             )
         part.replace(target)
     except (OSError, http.client.HTTPException) as error:

@@ -24,6 +24,7 @@ from fedflat.randomness import numpy_generator
 from fedflat.tokens import is_tokens, lengths
 
 BLOCK, NUMBERS = 512, 2**18  # maximum number of samples, and of their elements, that are prepared at a time
+UNLABELLED = ("iid", "sizes", "natural")  # splits that do not look at the labels
 SORTED = 50  # batches whose samples are sorted by length together
 
 
@@ -162,8 +163,11 @@ class Federation:
         return partition.counts(self.dataset.train.labels.numpy(), shards, self.dataset.classes)
 
     def local_tests(self, seed: int, size: int = 1000) -> tuple[Tensor, ...]:
-        """The indices of each client's test samples, with the label distribution of its training samples."""
-        if self.tests is not None and size == authors.MATCHED:
+        """The indices of each client's test samples, with the label distribution of its training samples.
+
+        A client of a natural split of texts is tested on the test samples of its own roles.
+        """
+        if self.tests is not None and (size == authors.MATCHED or self.dataset.vocabulary):
             return self.tests
         labels = self.dataset.test.labels.numpy()
         return tuple(
@@ -260,8 +264,10 @@ def federate(
     else:
         dataset = replace(dataset, mean=(0.0,) * len(dataset.mean), std=(1.0,) * len(dataset.std))
     shards, tests = _divided(dataset, split, clients, seed, draws, options)
-    matched = None if tests is None else tuple(map(torch.from_numpy, tests))
     held = tuple(map(torch.from_numpy, shards))
+    matched = None if tests is None else tuple(map(torch.from_numpy, tests))
+    if split == "natural" and dataset.vocabulary:
+        matched = _of_owners(dataset, held)
     return Federation(dataset, held, augment or Augment(), tests=matched, by_length=by_length)
 
 
@@ -278,8 +284,18 @@ def _divided(
         test = dataset.test.labels.numpy()
         return authors.divide(draws, split, train.labels.numpy(), clients, seed, test=test, **options)
     groups = None if train.groups is None else train.groups.numpy()
+    if split not in UNLABELLED and (train.labels.ndim > 1 or train.labels.is_floating_point()):
+        raise SplitError(f"{split}: the labels of {dataset.name} are not classes; take {' or '.join(UNLABELLED)}")
     chance = numpy_generator(seed, "partition")
     return partition.partition(split, train.labels.numpy(), clients, chance, groups=groups, **options), None
+
+
+def _of_owners(dataset: Dataset, shards: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    """The test samples of the owners whose training samples a client holds."""
+    here, there = dataset.train.groups, dataset.test.groups
+    if here is None or there is None:
+        return None
+    return tuple(torch.isin(there, here[shard].unique()).nonzero().flatten() for shard in shards)
 
 
 def _saved(path: str, dataset: Dataset) -> Shards:

@@ -259,8 +259,8 @@ def perfedavg(outer_lr: float = 0.01, shared_momentum: bool = True, pairs: Pairs
     return Method(MetaStep(outer_lr, shared_momentum, pairs))
 
 
-def man(zeta: float = 0.15, layers: Layers = "all") -> Method:
-    return Method(ActivationNorm(zeta, layers))
+def man(zeta: float = 0.15, layers: Layers = "all", attention: bool = False) -> Method:
+    return Method(ActivationNorm(zeta, layers, attention))
 
 
 def top_eigenvalue(weight: float = 0.01, steps: int = 1, bound: float = 0.0) -> Method:

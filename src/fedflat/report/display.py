@@ -17,11 +17,11 @@ Record = Mapping[str, Any]
 class RoundProgress:
     """Shows the progress of one run. Prints about twenty lines in total if the output is not a terminal."""
 
-    def __init__(self, title: str, rounds: int, console: Console) -> None:
-        self._title, self._rounds, self._console = title, rounds, console
+    def __init__(self, title: str, rounds: int, console: Console, metric: str = "accuracy") -> None:
+        self._title, self._rounds, self._console, self._metric = title, rounds, console, metric
         self._begun = time.perf_counter()
         self._before: int | None = None
-        self._accuracy: float | None = None
+        self._score: float | None = None
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
@@ -38,12 +38,12 @@ class RoundProgress:
         return self
 
     def __call__(self, record: Record) -> None:
-        done, self._accuracy = record["round"], record.get("accuracy", self._accuracy)
+        done, self._score = record["round"], record.get(self._metric, self._score)
         self._before = done - 1 if self._before is None else self._before  # the rounds before a resumed run
         speed = (done - self._before) / max(time.perf_counter() - self._begun, 1e-9)
         for line in troubles(record):
             self._console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-        found = f"{'' if self._accuracy is None else f'accuracy {self._accuracy:.4f}  '}{speed:.1f} rounds/s"
+        found = f"{'' if self._score is None else f'{self._metric} {self._score:.4f}  '}{speed:.1f} rounds/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=done, found=found)
         elif done % max(1, self._rounds // 20) == 0 or done == self._rounds:
@@ -66,20 +66,23 @@ def troubles(record: Record, most: int = 3) -> list[str]:
     return [f"round {record['round']}: {line}" for line in refused[:most] + more + skipped]
 
 
-def comparison(results: Sequence[tuple[str, Sequence[Record], Record]], samples: str) -> Table:
+def comparison(
+    results: Sequence[tuple[str, Sequence[Record], Record]], samples: str, metric: str = "accuracy"
+) -> Table:
     """Compares runs side by side.
 
     Args:
         results: (method, history, summary) of each run.
-        samples: the samples that the accuracy was computed on, "test" or "train".
+        samples: the samples that the metric was computed on, "test" or "train".
+        metric: the metric to show.
     """
-    table = Table(title=f"accuracy of the global model on the {samples} samples", title_justify="left")
+    table = Table(title=f"{metric} of the global model on the {samples} samples", title_justify="left")
     frozen = any(summary.get("parameters_trained") != summary.get("parameters") for _, _, summary in results)
     trained = ("trained",) if frozen else ()
     for name in ("method", "last", "best", "last 10", "consistency", *trained, "MB sent", "seconds"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for method, history, summary in results:
-        shown = (summary.get(f"accuracy_{name}") for name in ("last", "best", "mean_of_last_10"))
+        shown = (summary.get(f"{metric}_{name}") for name in ("last", "best", "mean_of_last_10"))
         traffic = (summary["bytes_down"] + summary["bytes_up"]) / 1e6
         table.add_row(
             method,

@@ -64,15 +64,15 @@ def _range(place: int, x: list[int], low: list[float], high: list[float]) -> Fig
     return {"type": "scatter", "meta": place, **around, **look, "hoverinfo": "skip", "showlegend": False}
 
 
-def traffic(lines: Sequence[Line], most: int) -> Figure | None:
-    """Accuracy against the traffic so far."""
+def traffic(lines: Sequence[Line], most: int, metric: str = "accuracy") -> Figure | None:
+    """A metric against the traffic so far."""
     traces = []
     for place, line in enumerate(lines):
-        if band := line.band("accuracy"):
+        if band := line.band(metric):
             sent, kept = line.megabytes(), thinned(len(band.rounds), most)
             x, y = [sent[band.rounds[k]] for k in kept], [band.mean[k] for k in kept]
             traces.append(_line(place, line.name, x, y))
-    return _figure(traces, "MB sent, both ways", "accuracy") if traces else None
+    return _figure(traces, "MB sent, both ways", metric) if traces else None
 
 
 def split(counts: Sequence[Sequence[int]]) -> Figure:

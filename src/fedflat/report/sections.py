@@ -51,6 +51,11 @@ class Content:
     def name(self, place: int) -> str:
         return self.lines[place].name
 
+    @property
+    def metric(self) -> str:
+        """The metric of the first line, which the page follows."""
+        return self.lines[0].recipe.metric
+
 
 def subject(lines: Sequence[Line]) -> str:
     """The models, data sets and client counts, as a short title."""
@@ -90,12 +95,13 @@ def _text(value: Any) -> str:
 
 
 def results(content: Content, _: Canvas, __: int) -> Section | None:
-    """The summary of each line: accuracies, loss, rounds to target, traffic and time."""
-    accuracy: Callable[[float], str] = "{:.4f}".format
+    """The summary of each line: the metric, loss, rounds to target, traffic and time."""
+    precise: Callable[[float], str] = "{:.4f}".format
+    metric = content.metric
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
-        "accuracy, last": ("accuracy_last", accuracy),
-        "best": ("accuracy_best", accuracy),
-        "mean of last 10": ("accuracy_mean_of_last_10", accuracy),
+        f"{metric}, last": (f"{metric}_last", precise),
+        "best": (f"{metric}_best", precise),
+        "mean of last 10": (f"{metric}_mean_of_last_10", precise),
         "loss, last": ("loss_last", "{:.4g}".format),
         "rounds to target": ("rounds_to_target", "{:.0f}".format),
         "MB down": ("bytes_down", lambda value: f"{value / 1e6:.4g}"),
@@ -110,7 +116,7 @@ def results(content: Content, _: Canvas, __: int) -> Section | None:
         for line, runs in zip(content.lines, found, strict=True)
     ]
     on = {line.recipe.evaluation.on for line in content.lines}
-    goal = f" Target: accuracy {content.target:g}." if content.target is not None else ""
+    goal = f" Target: {metric} {content.target:g}." if content.target is not None else ""
     note = f"The global model on the {' or '.join(sorted(on))} samples; mean over seeds (lowest – highest).{goal}"
     return section("results", "Results", note, table("Results", ("line", *kept), rows, range(len(rows))))
 
@@ -131,14 +137,16 @@ def _spread(values: Sequence[float | None], form: Callable[[float], str]) -> str
 
 
 def learning(content: Content, canvas: Canvas, most: int) -> Section | None:
-    """Accuracy and loss over the rounds, and accuracy against traffic."""
+    """The metric and the loss over the rounds, and the metric against traffic."""
     goal = content.target
     mark = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": goal, "y1": goal, "line": {"dash": "dot"}}
     shapes = {} if goal is None else {"shapes": [mark]}
-    plots = [_curve(content, canvas, most, "accuracy", "Accuracy", "accuracy", **shapes)]
+    metric = content.metric
+    title = metric.capitalize()
+    plots = [_curve(content, canvas, most, metric, title, metric, **shapes)]
     plots += [_curve(content, canvas, most, "loss", "Loss", "loss")]
-    if by_bytes := figures.traffic(content.lines, most):
-        plots.append(canvas.plot(by_bytes, "Accuracy by traffic", "against the megabytes sent so far"))
+    if by_bytes := figures.traffic(content.lines, most, metric):
+        plots.append(canvas.plot(by_bytes, f"{title} by traffic", "against the megabytes sent so far"))
     return section("learning", "Learning curves", "", grid(plots))
 
 
@@ -165,18 +173,19 @@ def rounds(content: Content, canvas: Canvas, most: int) -> Section | None:
 
 
 def local(content: Content, canvas: Canvas, most: int) -> Section | None:
-    """The accuracy on all samples before and after local training."""
+    """The metric on all samples before and after local training."""
+    name = content.metric
     titles = {
-        "local_accuracy_before": "Before local training",
-        "local_accuracy": "After local training, mean of clients",
+        f"local_{name}_before": "Before local training",
+        f"local_{name}": "After local training, mean of clients",
     }
     found = [band for metric in titles for _, _, band in _bands(content, metric)]
     if not found:
         return None
     low, high = min(min(band.low) for band in found), max(max(band.high) for band in found)
     same = {"range": [low - 0.03 * (high - low) - 1e-3, high + 0.03 * (high - low) + 1e-3]}
-    plots = [_curve(content, canvas, most, metric, title, "accuracy", yaxis=same) for metric, title in titles.items()]
-    note = "The loss in accuracy between the two shows how much clients forget of the classes that they do not hold."
+    plots = [_curve(content, canvas, most, metric, title, name, yaxis=same) for metric, title in titles.items()]
+    note = f"The loss in {name} between the two shows how much clients forget of the classes that they do not hold."
     return section("local", "Local models on all samples", note, grid(plots))
 
 

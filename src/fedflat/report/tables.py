@@ -253,10 +253,11 @@ def _shown(value: Any) -> str:
 
 
 def summary_table(rows: Sequence[Row], title: str) -> Table:
-    """A terminal table of a sweep's means over seeds: accuracies, rounds to target and traffic."""
+    """A terminal table of a sweep's means over seeds: the metric, rounds to target and traffic."""
     names = list(rows[0])
     fields = [name for name in names[: names.index("runs") + 1] if name != "scale"]
-    columns = {"last": ("accuracy_last", 4), "best": ("accuracy_best", 4), "to target": ("rounds_to_target", 0)}
+    followed = next((name.removesuffix("_last_mean") for name in names if name.endswith("_last_mean")), "accuracy")
+    columns = {"last": (f"{followed}_last", 4), "best": (f"{followed}_best", 4), "to target": ("rounds_to_target", 0)}
     shown = {head: column for head, column in columns.items() if any(_pair(row, *column) != "–" for row in rows)}
     table = Table(title=title, title_justify="left")
     for head in (*fields, *shown, "MB", "seconds"):

@@ -20,7 +20,7 @@ from fedflat.recipe import Recipe
 Record = Mapping[str, Any]
 Curve = list[tuple[int, float]]
 LEVELS = "▁▂▃▄▅▆▇█"
-CURVES = ("accuracy", "loss", "lambda1")
+CURVES = ("loss", "lambda1")  # beside the metric that the recipe follows
 RECENT = 20  # number of rounds that the speed is averaged over
 LABEL = 10  # width of the labels on the screen
 
@@ -33,7 +33,7 @@ class Story:
     recipe: Recipe
     round: int = 0
     best: tuple[int, float] | None = None
-    curves: dict[str, Curve] = field(default_factory=lambda: {name: [] for name in CURVES})
+    curves: dict[str, Curve] = field(default_factory=dict)
     epsilon: float | None = None
     cohort: Sequence[int] = ()
     refused: Counter[str] = field(default_factory=Counter)
@@ -45,6 +45,9 @@ class Story:
     silent: float = 0.0
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
+    def __post_init__(self) -> None:
+        self.curves = {name: [] for name in (self.recipe.metric, *CURVES)}
+
     def add(self, record: Record) -> None:
         """Adds the record of the next round."""
         self.round, self.cohort = record["round"], record.get("cohort", ())
@@ -53,9 +56,9 @@ class Story:
         for name, curve in self.curves.items():
             if record.get(name) is not None:
                 curve.append((self.round, record[name]))
-        accuracy = self.curves["accuracy"]
-        if accuracy and (self.best is None or accuracy[-1][1] > self.best[1]):
-            self.best = accuracy[-1]
+        followed, rank = self.curves[self.recipe.metric], self.recipe.rank
+        if followed and (self.best is None or rank(followed[-1][1]) > rank(self.best[1])):
+            self.best = followed[-1]
         for each in record.get("refused", ()):
             self.refused[each["reason"]] += 1
             self.refusals.append({"round": self.round, **each})
@@ -93,8 +96,8 @@ class Story:
             "seconds_left": self.seconds_left,
             "seconds_since_written": self.silent,
             **{name: curve[-1][1] if curve else None for name, curve in self.curves.items()},
-            "accuracy_best": self.best[1] if self.best else None,
-            "accuracy_best_round": self.best[0] if self.best else None,
+            f"{self.recipe.metric}_best": self.best[1] if self.best else None,
+            f"{self.recipe.metric}_best_round": self.best[0] if self.best else None,
             "epsilon": self.epsilon,
             "cohort": list(self.cohort),
             "refused": dict(self.refused),
@@ -144,9 +147,10 @@ def _facts(story: Story, width: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _numbers(story: Story) -> Iterator[tuple[str, str, Curve]]:
-    accuracy, loss, top = (story.curves[name] for name in CURVES)
+    metric = story.recipe.metric
+    followed, loss, top = (story.curves[name] for name in (metric, *CURVES))
     if story.best:
-        yield "accuracy", f"{accuracy[-1][1]:.4f}, best {story.best[1]:.4f} in round {story.best[0]}", accuracy
+        yield metric, f"{followed[-1][1]:.4f}, best {story.best[1]:.4f} in round {story.best[0]}", followed
     if loss:
         yield "loss", f"{loss[-1][1]:.4g}", loss
     if top:
@@ -155,10 +159,11 @@ def _numbers(story: Story) -> Iterator[tuple[str, str, Curve]]:
 
 def line(story: Story) -> str:
     """The run as one line of text."""
-    accuracy, loss, top = (story.curves[name] for name in CURVES)
+    metric = story.recipe.metric
+    followed, loss, top = (story.curves[name] for name in (metric, *CURVES))
     parts = [f"{story.name}: round {story.round}/{story.rounds}"]
     if story.best:
-        parts.append(f"accuracy {accuracy[-1][1]:.4f} (best {story.best[1]:.4f})")
+        parts.append(f"{metric} {followed[-1][1]:.4f} (best {story.best[1]:.4f})")
     parts += [f"{name} {curve[-1][1]:.4g}" for name, curve in (("loss", loss), ("λ₁", top)) if curve]
     parts += [f"ε {story.epsilon:.3g}"] if story.epsilon is not None else []
     parts += [f"{story.refused.total()} refused"] if story.refused else []

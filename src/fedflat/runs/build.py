@@ -55,8 +55,10 @@ def prepare(recipe: Recipe, task: Task | None = None) -> Problem:
 def gather(recipe: Recipe) -> Federation:
     """Load the data set of a recipe and split it."""
     data, split = recipe.data, recipe.split
+    cut = {name: getattr(data, name) for name in ("window", "stride", "predict", "words", "shortest")}
+    dataset = load(data.name, data.dir, **cut)
     return federate(
-        load(data.name, data.dir).limited(data.limit, _split_seed(recipe)) if data.limit else data.name,
+        dataset.limited(data.limit, _split_seed(recipe)) if data.limit else dataset,
         split.name,
         split.clients,
         seed=_split_seed(recipe),

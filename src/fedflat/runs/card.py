@@ -54,7 +54,7 @@ def _classifies(federation: Federation) -> bool:
 
 
 def _score(recipe: Recipe, standing: Facts) -> str:
-    return f"accuracy on the {recipe.evaluation.on} samples after round {standing['rounds']}"
+    return f"{recipe.metric} on the {recipe.evaluation.on} samples after round {standing['rounds']}"
 
 
 def _terms(recipe: Recipe) -> list[str]:
@@ -67,7 +67,7 @@ def _front_matter(federation: Federation, recipe: Recipe, signature: Signature, 
     kind = "image" if len(signature.shape) == 3 else "tabular"
     task = f"{kind}-classification" if _classifies(federation) else f"{kind}-regression"
     data = {"name": recipe.data.name, "type": recipe.data.name, "split": recipe.evaluation.on}
-    accuracy = standing.get("accuracy_last")
+    score = standing.get(f"{recipe.metric}_last")
     fields: dict[str, Any] = {
         "license": "unknown",
         "library_name": "pytorch",
@@ -75,10 +75,10 @@ def _front_matter(federation: Federation, recipe: Recipe, signature: Signature, 
         "tags": ["federated-learning", "fedflat", *_terms(recipe)],
         "datasets": [recipe.data.name],
     }
-    if accuracy is not None:
-        metric = {"type": "accuracy", "value": accuracy, "name": _score(recipe, standing)}
+    if score is not None:
+        metric = {"type": recipe.metric, "value": score, "name": _score(recipe, standing)}
         result = {"task": {"type": task}, "dataset": data, "metrics": [metric]}
-        fields |= {"metrics": ["accuracy"], "model-index": [{"name": recipe.model.name, "results": [result]}]}
+        fields |= {"metrics": [recipe.metric], "model-index": [{"name": recipe.model.name, "results": [result]}]}
     return "".join(f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in fields.items())
 
 
@@ -104,18 +104,19 @@ def _method(recipe: Recipe) -> str:
 
 
 def _accuracy(federation: Federation, recipe: Recipe, standing: Facts) -> str:
-    last, on = standing.get("accuracy_last"), recipe.evaluation.on
+    name, on = recipe.metric, recipe.evaluation.on
+    last = standing.get(f"{name}_last")
     if last is None:
         return "This model was not evaluated."
     rows = [(f"**this model**, after round {standing['rounds']}", f"**{last:.4f}**")]
-    if standing.get("accuracy_best_round", standing["rounds"]) != standing["rounds"]:
-        best = f"best model of the run (not this one), after round {standing['accuracy_best_round']}"
-        rows.append((best, f"{standing['accuracy_best']:.4f}"))
-    if "accuracy_mean_of_last_10" in standing:
-        rows.append(("mean of the last ten evaluations of the run", f"{standing['accuracy_mean_of_last_10']:.4f}"))
+    if standing.get(f"{name}_best_round", standing["rounds"]) != standing["rounds"]:
+        best = f"best model of the run (not this one), after round {standing[f'{name}_best_round']}"
+        rows.append((best, f"{standing[f'{name}_best']:.4f}"))
+    if f"{name}_mean_of_last_10" in standing:
+        rows.append(("mean of the last ten evaluations of the run", f"{standing[f'{name}_mean_of_last_10']:.4f}"))
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
     return (
-        f"| | {on} accuracy |\n|---|---|\n{table}\n\n"
+        f"| | {on} {name} |\n|---|---|\n{table}\n\n"
         f"From one run with seed {recipe.seed}, on the {federation.size(on)} {on} samples."
     )
 

@@ -107,6 +107,7 @@ class Checkpoints:
         self._folder = directory / "checkpoints"
         self._fingerprint, self._base = fingerprint(recipe), base
         self._every, self._keep = recipe.checkpoint.every, recipe.checkpoint.keep
+        self._rank = recipe.rank
         self._begun, self._spent = time.perf_counter(), 0.0
         self._memory: Record = {}
         self._useless: set[Path] = set()
@@ -122,8 +123,11 @@ class Checkpoints:
     def _stays(self, round: int) -> bool:
         return bool(self._keep) and round % self._keep == 0
 
-    def save(self, state: ServerState, memory: Memory | None, metrics: Record, accuracy: float | None) -> None:
-        """Save everything that the run needs after a round; it is on disk when this returns."""
+    def save(self, state: ServerState, memory: Memory | None, metrics: Record, score: float | None) -> None:
+        """Save everything that the run needs after a round; it is on disk when this returns.
+
+        `score` is the metric that the recipe follows; under it, the best checkpoint is kept.
+        """
         begun = time.perf_counter()
         with written_to(self._folder, "the checkpoints before it are whole; make room, then `fedflat resume` the run"):
             if not self._folder.exists():
@@ -137,7 +141,7 @@ class Checkpoints:
                 "round": state.round,
                 "recipe": self._fingerprint,
                 "base": self._base,
-                "accuracy": accuracy,
+                "accuracy": score,  # or another metric of the task; the name is that of fedflat 0.1
                 "metrics": metrics,
                 "server": self._write(f"{state.round:08}.server.safetensors", tensors),
                 "memory": self._memory_of(memory, state.round) if memory and memory.names else {},
@@ -187,8 +191,8 @@ class Checkpoints:
             with suppress(DamagedError):
                 if _well_formed(manifest := _read(path)):
                     found[path] = manifest
-        scored = [path for path, m in found.items() if m.get("accuracy") is not None]
-        best = max(scored, key=lambda path: (found[path]["accuracy"], -found[path]["round"]), default=None)
+        scored = {path: m["accuracy"] for path, m in found.items() if m.get("accuracy") is not None}
+        best = max(scored, key=lambda path: (self._rank(scored[path]), -found[path]["round"]), default=None)
         stay = (path for path, manifest in found.items() if self._stays(manifest["round"]))
         few = {*sorted(found)[-2:], *([best] if best else []), *stay}
         named = {name for path in few for name in _files(found[path])} | {path.name for path in few}

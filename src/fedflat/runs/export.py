@@ -137,7 +137,8 @@ def standing(run: Path) -> Record:
     if run.suffix != ".json":
         return dict(json.loads(read_whole(run / "summary.json")))
     manifest = json.loads(read_whole(run))
-    return {"rounds": manifest["round"], "accuracy_last": manifest["accuracy"]}
+    metric = read_recipe(run).metric
+    return {"rounds": manifest["round"], f"{metric}_last": manifest["accuracy"]}
 
 
 def _public(recipe: Recipe) -> Recipe:

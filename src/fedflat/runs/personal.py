@@ -152,7 +152,8 @@ def _exam(problem: Problem, size: int) -> Federation:
     federation = problem.federation
     if size < 1:
         raise RecipeError(f"size = {size}: a client's test set must have at least 1 sample")
-    if federation.dataset.train.labels.is_floating_point():
+    labels = federation.dataset.train.labels
+    if federation.tests is None and (labels.is_floating_point() or labels.ndim > 1):
         raise RecipeError(
             f"{federation.dataset.name}: its labels are not class indices, so there are no matching test sets"
         )

@@ -49,7 +49,8 @@ class Ascent(Part):
 class AdaptiveAscent(Part):
     """Adaptive SAM (FedASAM):  ε = ρ T²g/‖T g‖ with T = |w| + η, which makes ε invariant to rescaling of layers.
 
-    Deviations: two definitions are in use. FedASAM's authors use η = 0.2, and T = 1 for biases and norms. The FedSoL
+    Deviations: two definitions are in use. FedASAM's authors use η = 0.2, and T = 1 for parameters without "weight" in
+    their name: biases, but not the gains of a norm (`norm.weight`), which are scaled like other weights. The FedSoL
     authors use η = 0 and T = |w| for all weights (`eta=0, biases=True`).
     """
 

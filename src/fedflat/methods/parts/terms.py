@@ -34,9 +34,10 @@ class ActivationNorm(Part):
 
     zeta: float = option(0.15, "weight ζ of the activations' squared norm", low=0)
     layers: Layers = option("all", "which activations", choices=("all", "official_convnet"))
+    attention: bool = option(False, "also what each attention has mixed, the input of its last linear layer")
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        term = ActivationTerm(self.zeta, self.layers)
+        term = ActivationTerm(self.zeta, self.layers, self.attention)
         return rule.with_term(term) if self.zeta else rule.watching(term)
 
 
@@ -48,6 +49,7 @@ class ActivationTerm:
 
     zeta: float
     layers: Layers = "all"
+    attention: bool = False
 
     def __call__(self, here: Pass) -> Tensor:
         norms = here.forward.squares

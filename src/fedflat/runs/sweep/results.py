@@ -13,13 +13,13 @@ from typing import Any
 
 from fedflat.errors import RunError
 from fedflat.rounds import flat_record
-from fedflat.runs.folder import read_whole, write_whole, written_to
+from fedflat.runs.folder import read_recipe, read_whole, write_whole, written_to
 from fedflat.runs.sweep.overrides import spelled
 from fedflat.runs.sweep.plan import Point, Sweep
 
-METRICS = ("accuracy_last", "accuracy_best", "accuracy_mean_of_last_10", "rounds_to_target", "bytes_up", "bytes_down",
-           "seconds", "consistency")  # fmt: skip
-ELSEWHERE = {"round", "cohort", "accuracy"}  # fields of a record that a row has in its settings or under another name
+JUDGED = ("last", "best", "mean_of_last_10")  # of the metric that the recipe follows
+METRICS = ("rounds_to_target", "bytes_up", "bytes_down", "seconds", "consistency")
+ELSEWHERE = {"round", "cohort"}  # fields of a record that a row has in its settings
 FORGOTTEN = 0.5  # a class counts as forgotten below this fraction of its best accuracy
 GO_ON = "free some space, then run the same command again"
 TAIL = 2**17  # bytes; longer than any record of a round
@@ -44,8 +44,10 @@ def save_result(folder: Path, point: Point, scale: str, answers: Iterable[Path])
         answers: the JSON output files of the commands that followed the run.
     """
     summary, last = json.loads(read_whole(folder / "summary.json")), last_record(folder)
-    metrics = {name: summary.get(name, last.get(name)) for name in METRICS}
-    metrics |= {name: value for name, value in noted(last).items() if name not in metrics}
+    metric = read_recipe(folder).metric
+    judged = (f"{metric}_{which}" for which in JUDGED)
+    metrics = {name: summary.get(name, last.get(name)) for name in (*judged, *METRICS)}
+    metrics |= {name: value for name, value in noted(last).items() if name not in {*metrics, metric}}
     if "class_accuracy" in last:
         metrics |= by_class(read_whole(folder / "metrics.jsonl").splitlines())
     for path in answers:

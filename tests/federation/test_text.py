@@ -1,0 +1,122 @@
+"""Text becomes samples: windows as in LEAF, owners, the end for testing; and what a damaged file is answered with."""
+
+import json
+
+import pytest
+import torch
+
+from fedflat.errors import DataError
+from fedflat.federation import Dataset, Samples, federate, load
+from fedflat.federation.text import LETTERS
+
+PLAY = """First Citizen:
+Before we proceed any further,   hear me speak.
+You are all resolved.
+
+All:
+Speak, speak.
+
+First Citizen:
+You know Caius Marcius.
+
+MUTE:
+
+All:
+We know't, we know't.
+"""
+
+
+@pytest.fixture
+def play(tmp_path):
+    (tmp_path / "shakespeare").mkdir()
+    (tmp_path / "shakespeare/input.txt").write_text(PLAY)
+    return tmp_path
+
+
+def read(row):
+    return "".join(LETTERS[i] for i in row.tolist() if i >= 0)
+
+
+def test_leafs_alphabet_has_80_characters():
+    assert len(LETTERS) == len(set(LETTERS)) == 80
+
+
+def test_every_character_of_a_speech_is_a_label_after_a_window_that_starts_with_blanks(play):
+    data = load("shakespeare", play, window=10)
+    speech = "Before we proceed any further, hear me speak. You are all resolved.\n"
+    own = data.train.groups == 0
+    assert read(data.train.labels[own]) == speech
+    assert [read(row) for row in data.train.inputs[own][:2]] == [" " * 10, " " * 9 + "B"]
+    assert read(data.test.labels[data.test.groups == 0]) == "You know Caius Marcius.\n"
+    assert (data.classes, data.vocabulary, data.task) == (80, 80, "classification")
+
+
+def test_windows_that_predict_every_next_character_do_not_overlap(play):
+    data = load("shakespeare", play, window=10, predict="all")
+    own = data.train.groups == 1
+    inputs, labels = data.train.inputs[own], data.train.labels[own]
+    assert [read(row) for row in inputs] == ["Speak, spe", "ak."]
+    assert [read(row) for row in labels] == ["peak, spea", "k.\n"]
+    assert inputs[1, 3:].unique().tolist() == [-1] and labels[1, 3:].unique().tolist() == [-100]
+    assert data.task == "next-token"
+
+
+def test_roles_are_natural_clients_with_their_own_test_samples(play):
+    federation = federate(load("shakespeare", play, window=10), "natural", 0)
+    assert federation.clients == 2
+    groups = federation.dataset.test.groups
+    assert [groups[held].unique().tolist() for held in federation.local_tests(0)] == [[0], [1]]
+
+
+def lines(*rows):
+    return "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+
+
+def test_json_lines_with_labels_are_texts_to_classify(tmp_path):
+    rows = [{"text": f"{'good' if i % 2 else 'bad'} day {i}", "label": i % 2, "client": f"c{i % 3}"} for i in range(30)]
+    (tmp_path / "x.jsonl").write_text(lines(*rows))
+    data = load("jsonl", tmp_path / "x.jsonl", window=4, words=50)
+    assert (data.classes, len(data.train) + len(data.test), data.task) == (2, 30, "classification")
+    assert data.train.groups.unique().numel() == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("text", b"caf\xe9", "is not UTF-8 text: byte 3 is 0xe9"),
+        ("text", b"  \n", "is empty"),
+        ("jsonl", b'{"text": "a b"}\n{"text": ', r"line 2: is not valid JSON"),
+        ("jsonl", b'{"label": 3}', r"line 1: has no text under 'text'"),
+        ("jsonl", b'{"text": "a", "label": [1]}', r"line 1: label is neither a word nor a whole number"),
+        ("jsonl", b'{"text": "a", "label": 1}\n{"text": "b"}', "has a label for 1 of 2 texts"),
+        ("shakespeare", b"no colon here\nwords", r"line 1: 'no colon here' is not the name of a role"),
+        ("shakespeare", b"MUTE:\n\nOTHER:\n", "has no role that says anything"),
+        ("ag-news", b'"5","title","text"\n', r"row 1: is not a class from 1 to 4"),
+    ],
+)
+def test_a_damaged_file_is_answered_in_a_sentence(tmp_path, name, content, message):
+    path = tmp_path / "file.txt"
+    if name in ("shakespeare", "ag-news"):
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / ("input.txt" if name == "shakespeare" else "train.csv")
+        (tmp_path / name / "test.csv").write_bytes(content)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load(name, path if name in ("text", "jsonl") else tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "labels", "message"),
+    [
+        ([[0, 9]], [0], "token ids go from 0 to 9, where 0 to 4 are known"),
+        ([[0, -2]], [0], "token ids go from -2 to 0"),
+        ([[-1, 3]], [0], "padding before a token"),
+        ([[0, 1]], [7], "labels must be classes from 0 to 4"),
+        ([[0, 1]], [[1, 5]], "labels must be classes from 0 to 4"),
+        ([[0, 1]], [[-100, -100]], "all labels of sample 0 are -100"),
+    ],
+)
+def test_ids_and_labels_out_of_range_are_refused(inputs, labels, message):
+    part = Samples(torch.tensor(inputs), torch.tensor(labels))
+    with pytest.raises(DataError, match=message):
+        Dataset("toy", part, part, 5, (), (), vocabulary=5)

@@ -1,0 +1,64 @@
+"""Metrics over chunks equal the metric over all samples, by scikit-learn and by the definition."""
+
+import math
+from functools import reduce
+from operator import add
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import average_precision_score, r2_score
+
+from fedflat.errors import RecipeError
+from fedflat.tasks import TASKS, Accuracy, MeanAveragePrecision, Perplexity, RSquared, Task, find_task
+
+
+def in_chunks(metric, outputs, labels, size=7):
+    parts = zip(outputs.split(size), labels.split(size), strict=True)
+    return reduce(add, (metric.of(z, y) for z, y in parts)).value
+
+
+@pytest.fixture
+def chance():
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+@pytest.mark.parametrize("targets", [1, 3])
+def test_r2_is_scikit_learns(chance, targets, offset):
+    y = torch.randn(50, targets, generator=chance, dtype=torch.float64) + offset
+    z = y + 0.3 * torch.randn(50, targets, generator=chance, dtype=torch.float64)
+    assert in_chunks(RSquared, z, y) == pytest.approx(r2_score(y, z), rel=1e-9)
+    assert math.isnan(in_chunks(RSquared, z[:1], y[:1]))
+
+
+def test_mean_average_precision_is_scikit_learns_also_with_ties(chance):
+    z = torch.randint(0, 6, (60, 4), generator=chance).float()
+    y = (torch.rand(60, 4, generator=chance) < 0.3).float()
+    expected = average_precision_score(y, z, average="macro")
+    assert in_chunks(MeanAveragePrecision, z, y) == pytest.approx(expected, rel=1e-12)
+    y[:, 1] = 0  # a label that no sample has is left out
+    expected = np.mean([average_precision_score(y[:, k], z[:, k]) for k in (0, 2, 3)])
+    assert in_chunks(MeanAveragePrecision, z, y) == pytest.approx(expected, rel=1e-12)
+
+
+def test_token_metrics_count_the_labels_that_are_not_ignored(chance):
+    z = torch.randn(20, 5, 6, generator=chance, dtype=torch.float64)
+    y = torch.randint(0, 6, (20, 5), generator=chance)
+    y[torch.rand(20, 5, generator=chance) < 0.4] = -100
+    here = y != -100
+    assert in_chunks(Perplexity, z, y) == pytest.approx(math.exp(F.cross_entropy(z[here], y[here])), rel=1e-12)
+    assert in_chunks(Accuracy, z, y) == float((z.argmax(-1) == y)[here].double().mean())
+    loss = TASKS["next-token"].loss
+    assert float(loss(z, y)) == pytest.approx(float(F.cross_entropy(z[here], y[here])), rel=1e-12)
+    assert loss.counted(y) == int(here.sum())
+
+
+def test_a_task_without_metrics_or_of_an_unknown_name_is_refused():
+    with pytest.raises(RecipeError, match="at least one metric"):
+        Task(F.l1_loss, ())
+    with pytest.raises(RecipeError, match="there is no such task"):
+        find_task("regresion")
+    with pytest.raises(RecipeError, match="is code from outside of fedflat"):
+        find_task("os:system")
