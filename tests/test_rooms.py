@@ -11,7 +11,7 @@ import fedflat
 
 SOURCE = Path(fedflat.__file__).parent
 # From the bottom to the top: a room imports only from those before it.
-COMMON = ("errors", "randomness", "recipe", "trusted")
+COMMON = ("errors", "drawing", "stored", "shown", "progress", "randomness", "recipe", "trusted")
 ROOMS = ("federation", "models", "local", "methods", "rounds", "engine", "flatness", "runs", "report", "flower", "cli")
 FILES = sorted(SOURCE.rglob("*.py"))
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedflat.errors import TrainingError
 from fedflat.flatness.objective import Objective
+from fedflat.progress import progress, track
 
 
 class Operator(Protocol):
@@ -121,6 +122,7 @@ def _lanczos(hessian: Operator, k: int, tolerance: float, seed: int) -> tuple[Te
         image = (hessian @ torch.from_numpy(np.ascontiguousarray(vector)).reshape(-1)).cpu().numpy()
         if not np.isfinite(image).all():
             raise FloatingPointError  # ARPACK would treat it as zero
+        bar.advance("Hessian products")
         return image
 
     dtype = np.float64 if hessian.dtype == torch.float64 else np.float32
@@ -128,7 +130,8 @@ def _lanczos(hessian: Operator, k: int, tolerance: float, seed: int) -> tuple[Te
     start = np.random.default_rng(seed).standard_normal(hessian.size).astype(dtype)
     subspace = min(hessian.size, max(4 * k, 20))
     try:
-        values, columns = eigsh(operator, k=k, which="LA", tol=tolerance, v0=start, ncv=subspace)
+        with progress(f"{k} largest eigenvalues" if k > 1 else "largest eigenvalue") as bar:
+            values, columns = eigsh(operator, k=k, which="LA", tol=tolerance, v0=start, ncv=subspace)
     except ArpackNoConvergence as error:
         raise TrainingError(
             f"the {k} largest eigenvalues did not converge to tolerance {tolerance:g}; ask for fewer"
@@ -163,7 +166,7 @@ def trace(hessian: Operator, probes: int = 30, seed: int = 0) -> Trace:
     """
     chance = torch.Generator().manual_seed(seed)
     samples = []
-    for _ in range(probes):
+    for _ in track(range(probes), "trace"):
         z = signs(hessian, chance)
         samples.append(float(z @ (hessian @ z).cpu()))
     spread = float(np.std(samples, ddof=1)) if probes > 1 else math.nan

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedflat.flatness import Direction, Duality, Landscape, LayerFlatness
-from fedflat.report.dual import binned, correlations
+from fedflat.flatness import Direction, Duality, Landscape, LayerFlatness, binned, correlations
 from fedflat.report.flatness_table import PAIRINGS
 from fedflat.report.lines import Band, Line, thinned
 
