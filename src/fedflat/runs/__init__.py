@@ -1,9 +1,10 @@
 """Experiments: from a recipe to a run folder and back, sweeps, verification, personalisation and export."""
 
 from fedflat.runs.build import assemble, augmentation, gather, load_run, sharpness_portion
-from fedflat.runs.experiment import Result, execute, summary, train
+from fedflat.runs.experiment import execute, train
 from fedflat.runs.folder import Record, private_directory, read_recipe, read_whole, write_whole, written_to
 from fedflat.runs.lock import RunLock
+from fedflat.runs.result import Result, summary
 from fedflat.runs.signals import CAUGHT
 from fedflat.runs.sweep.overrides import flattened, spelled
 from fedflat.runs.sweep.plan import FULL, load_sweep, shipped

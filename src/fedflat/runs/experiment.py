@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -21,6 +20,7 @@ from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, 
 from fedflat.federation import Federation
 from fedflat.local import Loss
 from fedflat.methods import Method, Part, Written, parse, spell
+from fedflat.progress import progress
 from fedflat.recipe import Recipe, validated
 from fedflat.rounds import (
     Engine,
@@ -31,7 +31,6 @@ from fedflat.rounds import (
     conduct,
     draw_cohort,
     first_state,
-    flat_record,
     gradient_norm,
     ledger_of,
     margin_loss,
@@ -41,35 +40,12 @@ from fedflat.runs.build import assemble, in_full, sharpness_portion, show, start
 from fedflat.runs.checkpoint import Checkpoint, Checkpoints
 from fedflat.runs.folder import DAMAGED, Record, RunFolder
 from fedflat.runs.lock import RunLock
+from fedflat.runs.result import Result, stopped, summary
 from fedflat.runs.signals import LastRound
 from fedflat.runs.trackers import Trackers, check_trackers
 
 Callback = Callable[[Record], None]
 StartEngine = Callable[[Problem, ServerState], Engine]
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished run: its recipe, one record for each round, and the global model."""
-
-    recipe: Recipe
-    history: list[Record]
-    model: nn.Module
-    directory: Path | None = None
-
-    def curve(self, name: str) -> list[tuple[int, float]]:
-        """Return (round, value) of a metric, for the rounds that have it."""
-        flat = map(flat_record, self.history)
-        return [(record["round"], record[name]) for record in flat if record.get(name) is not None]
-
-    @property
-    def accuracy(self) -> float:
-        """The accuracy after the last evaluated round; NaN if labels are not classes."""
-        return self.curve("accuracy")[-1][1] if self.curve("accuracy") else math.nan
-
-    @property
-    def summary(self) -> Record:
-        return summary(self.history, self.recipe)
 
 
 def train(
@@ -115,7 +91,13 @@ def train(
     table["split"] = {"name": "given", "clients": federation.clients}
     recipe = validated(table)
     problem = assemble(recipe, federation, model if isinstance(model, nn.Module) else None, parse(method), loss)
-    return execute(problem, Path(out) if out else None, callbacks, resume)
+    with progress("training", recipe.server.rounds) as bar:
+        told = [*callbacks, lambda record: bar.reach(record["round"], _note(record))]
+        return execute(problem, Path(out) if out else None, told, resume)
+
+
+def _note(record: Record) -> str:
+    return f"accuracy {record['accuracy']:.4f}" if record.get("accuracy") is not None else ""
 
 
 def _sections(settings: dict[str, Any]) -> Record:
@@ -180,7 +162,7 @@ def execute(
                 state = now
                 _tell(record, history, callbacks)
         show(problem, state)
-        return Result(recipe, history, problem.network.module)
+        return Result.of(problem, history)
     completed = partial(in_full, federation=problem.federation, group=problem.group)
     with RunFolder(directory, recipe, resume, completed, lock, back_to) as folder, LastRound() as signals:
         state, history = _train_in(folder, problem, callbacks, signals, warn, start, back_to)
@@ -188,7 +170,7 @@ def execute(
         folder.finish(problem.network, {**summary(history, recipe), "rounds": state.round})
         if signals.came:  # in the last round: this run is complete, but others may be waiting
             raise StoppedError(f"stopped; the run in {directory} is complete", signals.came)
-    return Result(recipe, history, problem.network.module, directory)
+    return Result.of(problem, history, directory)
 
 
 def _train_in(
@@ -294,12 +276,6 @@ def complete(recipe: Recipe, round: int, history: Sequence[Record]) -> bool:
     return round >= recipe.server.rounds or stopped(recipe, history)
 
 
-def stopped(recipe: Recipe, history: Sequence[Record]) -> bool:
-    """Return whether the mean training loss after the last round is below `server.stop_loss`."""
-    loss = history[-1].get("train_loss") if history else None
-    return recipe.server.stop_loss is not None and loss is not None and loss < recipe.server.stop_loss
-
-
 def _record(state: ServerState, report: RoundReport) -> Record:
     notes = {name: _number(value) for name, value in report.notes.items()}
     refused = [{"client": r.client, "reason": r.reason, "detail": r.detail} for r in report.refused]
@@ -343,33 +319,3 @@ def _sharpness(problem: Problem, state: ServerState, engine: Engine) -> Record:
 def _number(value: float) -> float | None:
     """Replace NaN, which JSON lacks."""
     return value if math.isfinite(value) else None
-
-
-def summary(history: Sequence[Record], recipe: Recipe) -> Record:
-    """Summarize a run in a few numbers; each name says which accuracy it is."""
-    accuracies = [(r["accuracy"], r["round"]) for r in history if r.get("accuracy") is not None]
-    result: Record = {"method": recipe.method, "rounds": history[-1]["round"] if history else 0, "seed": recipe.seed}
-    if accuracies:
-        values = [accuracy for accuracy, _ in accuracies]
-        best = max(accuracies, key=lambda entry: (entry[0], -entry[1]))
-        result |= {
-            "accuracy_last": values[-1],
-            "accuracy_best": best[0],
-            "accuracy_best_round": best[1],
-            "accuracy_mean_of_last_10": sum(values[-10:]) / len(values[-10:]),
-            "loss_last": next(r["loss"] for r in reversed(history) if "loss" in r),
-        }
-        if recipe.evaluation.target is not None:
-            reached = (round for accuracy, round in accuracies if accuracy >= recipe.evaluation.target)
-            result |= {"target": recipe.evaluation.target, "rounds_to_target": next(reached, None)}
-    if recipe.server.stop_loss is not None:
-        losses = [r["train_loss"] for r in history if "train_loss" in r]
-        result |= {"train_loss_last": losses[-1] if losses else None, "stop_loss": recipe.server.stop_loss}
-        result["stopped"] = stopped(recipe, history)
-    if history and "epsilon" in history[-1]:
-        result["epsilon"] = history[-1]["epsilon"]
-    refused = Counter(each["reason"] for record in history for each in record.get("refused", ()))
-    if refused:
-        result["refused"] = dict(refused)
-    totals = {name: sum(record[name] for record in history) for name in ("bytes_down", "bytes_up", "seconds")}
-    return result | totals
