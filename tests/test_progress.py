@@ -43,9 +43,8 @@ def test_nothing_is_shown_where_nobody_looks(monkeypatch, capfd):
 
 
 def test_a_bar_ends_with_an_error(terminal):
-    with pytest.raises(KeyError), bars.progress("broken") as bar:
-        bar.advance()
-        raise KeyError
+    with pytest.raises(ZeroDivisionError), bars.progress("broken") as bar:
+        bar.reach(1 // 0)
     assert not bars._display.bars and bars._display._screen is None
 
 
