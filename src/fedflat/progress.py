@@ -55,7 +55,7 @@ def progress(title: str, total: int | None = None) -> Iterator[Bar]:
 
     Args:
         title: what is being done.
-        total: the number of units of work, if it is known.
+        total: the number of units of work; None or 0 if it is not known.
 
     >>> with progress("points", total=3) as bar:
     ...     for _ in range(3):

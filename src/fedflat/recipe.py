@@ -19,6 +19,7 @@ from fedflat.errors import RecipeError, nearest, shortened
 
 PRESETS = ("default", "smoo", "sol", "man")
 LONGEST_FILE, LONGEST_TEXT, DEEPEST = 2**20, 10_000, 16  # bytes of a file, characters of a value, levels of tables
+DOTS = 200  # in a line
 Draws = Literal["fedflat", "fedsol", "fl-simulator", "fedman"]
 BufferPolicy = Literal["average", "local", "refuse"]
 
@@ -176,6 +177,11 @@ class Checkpoint(Section):
 
     every: int = Field(
         0, ge=0, description="rounds between checkpoints; 0 = as often as costs less than 3 % of the time"
+    )
+    keep: int = Field(
+        0,
+        ge=0,
+        description="also keep the checkpoint of every n-th round, from round 0 on; 0 = the last two and the best",
     )
 
 
@@ -353,6 +359,9 @@ def read_text(path: Path) -> str:
 
 def parsed(text: str, source: str) -> dict[str, Any]:
     """Parse TOML to a table; errors mention `source`."""
+    # The time for a key of n dotted parts grows with n²: a small file could take minutes.
+    if any(line.count(".") > DOTS for line in text.splitlines()):
+        raise RecipeError(f"{source}: not valid TOML: a line has more than {DOTS} dots")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

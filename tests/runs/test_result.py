@@ -53,7 +53,6 @@ def test_a_run_is_read_again(result, digits):
 
 
 def test_the_namespace_is_there_before_torch_is_loaded():
-    code = (
-        "import fedflat, sys; assert 'flatness' in dir(fedflat) and 'torch' not in sys.modules; fedflat.flatness.look"
-    )
+    there = "'flatness' in dir(fedflat) and 'torch' not in sys.modules"
+    code = f"import fedflat, sys; assert {there}; fedflat.flatness.look"
     subprocess.run([sys.executable, "-c", code], check=True)

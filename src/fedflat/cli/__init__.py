@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from fedflat.cli import data, export, flatness, flower, methods, personalize, report, run, sweep, watch
+from fedflat.cli import data, export, flatness, flower, methods, paths, personalize, report, run, sweep, watch
 from fedflat.cli.app import app, complain
 from fedflat.errors import FedflatError
 
@@ -19,6 +19,7 @@ __all__ = [
     "flower",
     "main",
     "methods",
+    "paths",
     "personalize",
     "report",
     "run",

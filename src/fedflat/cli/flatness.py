@@ -57,7 +57,8 @@ def flatness(
 ) -> None:
     """Spectrum and trace of the Hessian, sharpness and norms of the global models of finished runs or checkpoints.
 
-    With --density and -o the density of the eigenvalues is drawn.
+    With --density and -o the density of the eigenvalues is drawn. The numbers go to RUN/flatness.json too, where
+    `fedflat report` finds them.
     """
     from fedflat import flatness as flat
     from fedflat.errors import RecipeError
@@ -88,12 +89,24 @@ def flatness(
             densities[str(run)] = seen.density
         found["spectrum"] = {**asdict(seen), "ratio": seen.ratio}
         rows.append({"run": str(run), "method": problem.recipe.method, **found})
+        if not federated:
+            _keep(run, rows[-1])
     if picture:
         draw_density(densities, picture)
     if as_json:
-        _print_json({"measured": MEASURED.format(samples=rows[0]["samples"]), "k": k, "bias": bias, "runs": rows})
+        print_json({"measured": MEASURED.format(samples=rows[0]["samples"]), "k": k, "bias": bias, "runs": rows})
         return
     _print_tables(rows, theories, clients, bias)
+
+
+def _keep(run: Path, row: dict[str, Any]) -> None:
+    """Write what was measured into the run's directory, where the report finds it."""
+    from fedflat.runs.folder import beside, write_whole, written_to
+
+    kept = {name: value for name, value in row.items() if name not in ("run", "theory", "clients")}
+    place = beside(run, "flatness.json")
+    with written_to(place, "make room, then measure again"):
+        write_whole(place, json.dumps(_plain(kept), indent=2).encode() + b"\n")
 
 
 def _by_clients(
@@ -178,7 +191,7 @@ def landscape(
             {"run": name, "centre": f.centre, "rise": f.rise, "axes": f.axes.tolist(), "values": f.values.tolist()}
             for name, f in found.items()
         ]
-        _print_json({"measured": header, "plane": plane.value, "span": span, "runs": runs_found})
+        print_json({"measured": header, "plane": plane.value, "span": span, "runs": runs_found})
         return
     from fedflat.report.flatness_table import landscape_table
 
@@ -234,7 +247,7 @@ def duality(
 
         draw_duality(results, picture)
     if as_json:
-        _print_json({"measured": header, "layers": rows})
+        print_json({"measured": header, "layers": rows})
         return
     from fedflat.report.flatness_table import duality_table
 
@@ -278,7 +291,8 @@ def _checked(runs: list[Path]) -> list[Path]:
     return runs
 
 
-def _print_json(content: dict[str, Any]) -> None:
+def print_json(content: dict[str, Any]) -> None:
+    """Print numbers, tensors and arrays as JSON."""
     print(json.dumps(_plain(content), indent=2))
 
 

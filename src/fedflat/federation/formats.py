@@ -73,6 +73,8 @@ def check_labels(path: Path, labels: NDArray[Any], samples: int, classes: int) -
     """Labels as int64 (N,), one per sample and each in 0 … classes − 1."""
     if labels.size != samples:
         raise DataError(f"{path} has {labels.size} labels for {samples} images")
+    if labels.dtype.kind not in "iufb":
+        raise DataError(f"{path} has labels of {labels.dtype}, where numbers are expected")
     flat = labels.reshape(samples).astype(np.int64)
     if samples and not 0 <= flat.min() <= flat.max() < classes:
         raise DataError(f"{path} has a label outside 0 … {classes - 1}: {flat.min()} … {flat.max()}")
@@ -231,7 +233,8 @@ def read_medmnist(path: Path, classes: int) -> Split:
         pixels = np.ascontiguousarray(np.concatenate(images))
         return pixels, check_labels(path, np.concatenate([content[parts[n][1]] for n in names]), len(pixels), classes)
 
-    return labelled("train", "val"), labelled("test")
+    with reading(path):  # parts may differ in their shapes
+        return labelled("train", "val"), labelled("test")
 
 
 def _channels_first(path: Path, images: NDArray[Any]) -> Images:

@@ -60,8 +60,7 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
             memory = step(network.weights, gradient, velocity, rule, k, memory, kernels.update)
     notes = {**watcher.means(), **slope.notes.means()}
     velocity = slope.velocity = None  # free the memory before Δ is allocated
-    del memory
-    return Outcome(network.weights - start, notes.pop("loss", float("nan")), rule, carry, notes)
+    return Outcome(network.weights - start, notes.pop("loss", float("nan")), rule, carry, notes, memory)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The base class of parts: one idea of a paper, as four functions over named flat vectors."""
+"""The base class of parts: one idea of a paper, as functions over named flat vectors."""
 
 from __future__ import annotations
 
@@ -121,11 +121,12 @@ class Part:
     state, memory and messages of other parts, even if they have the same names.
 
         server   broadcast    what the clients receive in addition to the weights
+        client   begin        where this client starts, if not at the weights that it receives
         client   plan         this part's ingredients of the local step
         client   report       the upload with this part's changes, and the client's new memory
         server   merge        the move with this part's changes, and the part's new state
 
-    A part must not modify its arguments. When a `Method` is created it runs all four functions on a small example, and
+    A part must not modify its arguments. When a `Method` is created it runs all functions on a small example, and
     raises an error if two parts would overwrite each other.
     """
 
@@ -156,6 +157,14 @@ class Part:
         A vector named "weights" replaces `server.start`, and the clients start from it.
         """
         return {}
+
+    def begin(self, sent: Vectors, memory: Vectors) -> Tensor | None:
+        """Return the weights from which this client starts, or None for those that it received (client).
+
+        For all parts they take the place of the received weights: `sent["weights"]` is the client's start in `plan` and
+        in `report`, and Δ is measured from it.
+        """
+        return None
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         """Return the rule with this part's ingredients (client, before training).

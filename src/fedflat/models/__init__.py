@@ -9,8 +9,22 @@ Every network here keeps three promises to the rest of the library:
 A grey image enters a network for colour images with its one channel repeated three times, as in the papers' code.
 """
 
+from fedflat.models.blocks import Colour, RectifiedPool
 from fedflat.models.registry import MODELS, build, construction
 from fedflat.models.source_code import source
-from fedflat.models.vector import Forward, Layout, Network, Tap, unit
+from fedflat.models.vector import ACTIVATIONS, Forward, Layout, Network, Tap, unit
 
-__all__ = ["MODELS", "Forward", "Layout", "Network", "Tap", "build", "construction", "source", "unit"]
+__all__ = [
+    "ACTIVATIONS",
+    "MODELS",
+    "Colour",
+    "Forward",
+    "Layout",
+    "Network",
+    "RectifiedPool",
+    "Tap",
+    "build",
+    "construction",
+    "source",
+    "unit",
+]

@@ -8,7 +8,18 @@ import torch
 from torch import nn
 
 from fedflat.errors import RecipeError, nearest
-from fedflat.models.networks import Shape, convnet_gn, fedavg_cnn, lenet64, mlp, resnet18, resnet18_gn, sl_vit, vgg11
+from fedflat.models.networks import (
+    Shape,
+    convnet_gn,
+    fedavg_cnn,
+    lenet64,
+    mlp,
+    resnet18,
+    resnet18_gn,
+    resnet18_pfllib,
+    sl_vit,
+    vgg11,
+)
 from fedflat.trusted import named_class
 
 Builder = Callable[..., nn.Module]
@@ -19,6 +30,7 @@ MODELS: dict[str, Builder] = {
     "convnet-gn": convnet_gn,
     "resnet18-gn": resnet18_gn,
     "resnet18": resnet18,
+    "resnet18-pfllib": resnet18_pfllib,
     "vgg11": vgg11,
     "sl-vit": sl_vit,
     "mlp": mlp,

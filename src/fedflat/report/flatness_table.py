@@ -27,6 +27,7 @@ def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
     values, residual = spectrum["eigenvalues"], max(spectrum["residuals"])
     cells = {
         "λ1": f"{values[0]:.4g}",
+        **({"sharpness, adaptive (scale-invariant)": f"{row['adaptive_sharpness']:.3g}"} if "loss" in row else {}),
         f"λ1/λ{len(values)}": f"{spectrum['ratio']:.3g}",
         "‖Hv−λv‖/λ1, largest": f"{residual / abs(values[0]):.0e}" if values[0] else "–",
         "trace (Hutchinson)": _estimate(spectrum["trace"]),
@@ -39,9 +40,20 @@ def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
         "loss": f"{row['loss']:.4g}",
         "sharpness, one ascent": f"{row['ascent_sharpness']:.3g}",
         "sharpness, average": f"{row['average_sharpness']:.2g} ± {row['average_sharpness_error']:.1g}",
-        "sharpness, adaptive": f"{row['adaptive_sharpness']:.3g}",
         "‖w‖": f"{row['weight_norm']:.4g}",
         "capacity, log10 V_L": f"{row['log10_capacity']:.2f}",
+    }
+
+
+def headline(row: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+    """λ₁, the trace and the scale-invariant adaptive sharpness of one run; the trace with half of its 95 % interval."""
+    spectrum = row["spectrum"]
+    trace = spectrum.get("trace_plus_plus") or spectrum["trace"]
+    half = (float(trace["high"]) - float(trace["low"])) / 2 if "high" in trace else 2 * float(trace["error"])
+    return {
+        "lambda1": (float(spectrum["eigenvalues"][0]), None),
+        "trace": (float(trace["mean"]), half),
+        "adaptive": (float(row["adaptive_sharpness"]), None),
     }
 
 
@@ -52,7 +64,7 @@ def _estimate(trace: Mapping[str, Any]) -> str:
 def layer_table(row: Mapping[str, Any]) -> Table:
     """The layers of one run: the curvature of each block, the activations, and the bound that they give."""
     parts = "weight and bias" if any(layer["bias"] for layer in row["layers"]) else "weight"
-    table = _table(
+    table = titled_table(
         f"{row['run']}: Hessian block of each layer's {parts}, and the layer's inputs",
         ("layer", "parameters", "λ1", "trace", "E‖a‖²", "mean a²", "MAN's bound"),
     )
@@ -71,7 +83,7 @@ def layer_table(row: Mapping[str, Any]) -> Table:
 
 
 def landscape_table(found: Mapping[str, Landscape], measured: str, span: float) -> Table:
-    table = _table(measured, ("run", "loss at the centre", f"largest rise within ±{span:g}"))
+    table = titled_table(measured, ("run", "loss at the centre", f"largest rise within ±{span:g}"))
     for name, each in found.items():
         table.add_row(name, f"{each.centre:.4g}", f"{each.rise:.4g}")
     return table
@@ -130,7 +142,8 @@ def _side_by_side(title: str, columns: Mapping[str, Mapping[str, str]]) -> Table
     return table
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def titled_table(title: str, columns: Sequence[str]) -> Table:
+    """An empty table with a title; all columns but the first are aligned to the right."""
     table = Table(title=title, title_justify="left")
     for position, name in enumerate(columns):
         table.add_column(name, justify="right" if position else "left")

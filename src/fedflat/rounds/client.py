@@ -34,7 +34,7 @@ class Problem:
     """Everything that stays the same over the rounds: the objects a recipe describes, and the recipe in full.
 
     `secret` seeds the draws of this side of a deployment, instead of the recipe's seed. `deployed` is true if the
-    clients, and so their privacy, are real.
+    clients, and so their privacy, are real. `discarded` counts rounds of a deployment that it has gone back behind.
     """
 
     federation: Federation
@@ -45,6 +45,7 @@ class Problem:
     shuffle: bool = True
     secret: Secret | None = None
     deployed: bool = False
+    discarded: int = 0
 
     @classmethod
     def of(
@@ -229,8 +230,8 @@ class Worker:
 
     def local_round(self, broadcast: Broadcast, client: int, memory: Vectors | None) -> Trained:
         """Run one client's round; `memory` is None if the client has never taken part."""
-        problem, network, sent = self.problem, self.problem.network, broadcast.sent
-        memory, rule = self._plan(broadcast, client, memory)
+        problem, network = self.problem, self.problem.network
+        sent, memory, rule = self._plan(broadcast, client, memory)
         network.reset_counters()
         if network.buffers.numel():
             network.buffers.copy_(memory["buffers"] if "buffers" in memory else sent["buffers"])
@@ -239,7 +240,7 @@ class Worker:
         chance = generator(problem.seed, "dropout", broadcast.round, client)
         with _lent_generator(chance, network.weights.device):
             outcome = train(network, sent["weights"], rule, batches, problem.loss)
-        return self._report(broadcast, client, memory, outcome)
+        return self._report(sent, client, memory, outcome)
 
     def local_rounds(
         self, broadcast: Broadcast, clients: Sequence[int], memories: Sequence[Vectors | None]
@@ -250,24 +251,26 @@ class Worker:
         if len(clients) == 1 or problem.federation.augment.draws:
             return [self.local_round(broadcast, client, memory) for client, memory in named]
         plans = [self._plan(broadcast, client, memory) for client, memory in named]
-        rules = [rule for _, rule in plans]
+        starts, rules = [sent["weights"] for sent, _, _ in plans], [rule for _, _, rule in plans]
         if not can_share(problem.network, rules, problem.loss, labels):
             return [self.local_round(broadcast, client, memory) for client, memory in named]
         orders = [self._order(broadcast, client) for client in clients]
         steps = [rule.steps for rule in rules]
         batches = problem.federation.batches_together(clients, problem.recipe.local.batch, steps, orders)
         self._enter("training")
-        outcomes = train_together(problem.network, broadcast.sent["weights"], rules, batches)
+        outcomes = train_together(problem.network, torch.stack(starts), rules, batches)
         planned = zip(clients, plans, outcomes, strict=True)
-        return [self._report(broadcast, client, memory, outcome) for client, (memory, _), outcome in planned]
+        return [self._report(sent, client, memory, outcome) for client, (sent, memory, _), outcome in planned]
 
-    def _plan(self, broadcast: Broadcast, client: int, memory: Vectors | None) -> tuple[Vectors, LocalRule]:
+    def _plan(self, broadcast: Broadcast, client: int, memory: Vectors | None) -> tuple[Vectors, Vectors, LocalRule]:
+        """Return what the client received, with its own start as the weights, its memory, and its rule."""
         self._enter("planning")
-        device = self.problem.network.weights.device
+        device, method = self.problem.network.weights.device, self.problem.method
         known = self._first if memory is None else {name: vector.to(device) for name, vector in memory.items()}
-        return known, self.problem.method.plan(self._rule(broadcast, client), broadcast.sent, known)
+        sent = method.begin(broadcast.sent, known)
+        return sent, known, method.plan(self._rule(broadcast, client), sent, known)
 
-    def _report(self, broadcast: Broadcast, client: int, memory: Vectors, outcome: Outcome) -> Trained:
+    def _report(self, sent: Vectors, client: int, memory: Vectors, outcome: Outcome) -> Trained:
         self._enter("reporting")
         problem, rule, buffers = self.problem, outcome.rule, self.problem.network.buffers
         trained = Upload(
@@ -277,17 +280,17 @@ class Worker:
             lr=rule.mean_lr,
             loss=outcome.loss,
             delta=outcome.delta,
-            notes={**outcome.notes, **self._noted(broadcast, client, outcome)},
+            notes={**outcome.notes, **self._noted(sent["weights"], client, outcome)},
         )
-        upload, kept = problem.method.report(trained, broadcast.sent, memory, outcome)
+        upload, kept = problem.method.report(trained, sent, memory, outcome)
         vectors = dict(upload.vectors)
         if buffers.numel():
             (kept if "buffers" in memory else vectors)["buffers"] = buffers.clone()
         return Trained(replace(upload, vectors=vectors), kept)
 
-    def _noted(self, broadcast: Broadcast, client: int, outcome: Outcome) -> dict[str, float]:
+    def _noted(self, start: Tensor, client: int, outcome: Outcome) -> dict[str, float]:
         """The measures that the recipe requests of the client's final model."""
-        problem, start = self.problem, broadcast.sent["weights"]
+        problem = self.problem
         if "proximal" not in problem.recipe.evaluation.measures:
             return {}
         indices = problem.federation.shard(client).split(SCORED)

@@ -33,7 +33,7 @@ from fedflat.rounds import (
     first_state,
     view,
 )
-from fedflat.runs.checkpoint import DamagedError, verified
+from fedflat.runs.checkpoint import Checkpoint, DamagedError, verified
 from fedflat.runs.folder import Record, read_model, read_recipe, read_whole, refuse_other_base
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def load_run(directory: Path, federation: Federation | None = None) -> Problem:
     except FedflatError as error:
         raise type(error)(f"{directory}: {error}") from None
     if checkpoint:
-        _load_checkpoint(checkpoint, problem)
+        load_checkpoint(checkpoint, problem)
     else:
         _load_model(directory, problem)
     problem.network.module.eval()
@@ -226,13 +226,15 @@ def load_run(directory: Path, federation: Federation | None = None) -> Problem:
     return problem
 
 
-def _load_checkpoint(path: Path, problem: Problem) -> None:
+def load_checkpoint(path: Path, problem: Problem) -> Checkpoint:
+    """Load the model of a checkpoint, given by its manifest, into the problem's network."""
     try:
         checkpoint = verified(path)
     except DamagedError as damage:
         raise RunError(f"{damage}; give another checkpoint") from None
     checkpoint.check_base(problem.network.base_digest)
     show(problem, checkpoint.state(first_state(problem)))
+    return checkpoint
 
 
 def show(problem: Problem, state: ServerState) -> None:

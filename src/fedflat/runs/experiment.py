@@ -37,10 +37,11 @@ from fedflat.rounds import (
     view,
 )
 from fedflat.runs.build import assemble, in_full, sharpness_portion, show, start_engine
-from fedflat.runs.checkpoint import Checkpoint, Checkpoints
-from fedflat.runs.folder import DAMAGED, Record, RunFolder
+from fedflat.runs.checkpoint import Checkpoints
+from fedflat.runs.folder import Record, RunFolder
 from fedflat.runs.lock import RunLock
 from fedflat.runs.result import Result, stopped, summary
+from fedflat.runs.rewind import recalled
 from fedflat.runs.signals import LastRound
 from fedflat.runs.trackers import Trackers, check_trackers
 
@@ -189,11 +190,13 @@ def _train_in(
     state = found.state(first_state(problem)) if found else first_state(problem)
     if back_to is not None:
         checkpoints.forget_after(back_to)
-    history = _recalled(folder, found, warn)
+    history = recalled(folder, found, warn)
     with closing(start(problem, state)) as engine, Trackers(recipe, folder.path, warn) as trackers:
         problem.network.put_away()  # the state holds the model until the last round
         if found and engine.memory:
             engine.memory.restore(found.memory())
+        if not found and recipe.checkpoint.keep:
+            checkpoints.save(state, engine.memory, folder.mark(), None)
         for record in history:
             trackers(record)
         for now, record in rounds(problem, state, engine, history):
@@ -208,20 +211,6 @@ def _train_in(
                 raise StoppedError(f"{so_far}; go on with: fedflat resume {folder.path}", signals.came)
         trackers.conclude(summary(history, recipe))
     return state, history
-
-
-def _recalled(folder: RunFolder, found: Checkpoint | None, warn: Callable[[str], None]) -> list[Record]:
-    """The records up to a checkpoint, or as many as are readable if the metrics are damaged."""
-    if found is None:
-        return folder.rewind({"bytes": 0})
-    if folder.agrees(found.manifest["metrics"]):
-        return folder.rewind(found.manifest["metrics"])
-    history = folder.salvage(found.round)
-    warn(
-        f"{folder.path / 'metrics.jsonl'}: is damaged, but the weights of round {found.round} are whole, so the run "
-        f"goes on from there; {found.round - len(history)} records could not be read, and the file is kept as {DAMAGED}"
-    )
-    return history
 
 
 def _tell(record: Record, history: list[Record], callbacks: Sequence[Callback]) -> None:

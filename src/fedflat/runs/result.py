@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from fedflat.recipe import Recipe
 from fedflat.rounds import Problem, flat_record
 from fedflat.runs.build import load_run
 from fedflat.runs.folder import Record, read_whole
+from fedflat.runs.record import read_record
 from fedflat.shown import Shown, framed
 
 if TYPE_CHECKING:
@@ -114,38 +115,50 @@ class Result(Shown):
         """One row for each round, as a pandas DataFrame if pandas is installed, otherwise as a list of dictionaries."""
         return framed(flat_record(record) for record in self.history)
 
-    def plot(self, ax: Any = None, metric: str = "accuracy") -> Any:
+    def plot(self, ax: Any = None, metric: str = "accuracy", label: str = "") -> Any:
         """Draw a metric over the rounds, and return the axes.
 
         Args:
             ax: the axes to draw on; by default those of a new figure.
             metric: the name of the metric.
+            label: the name of the line; by default the method without its options.
 
         Raises:
             RecipeError: if matplotlib is not installed, or no round has the metric.
         """
         self.curve(metric)
         axes = axes_for(ax)
-        self.draw(axes, metric)
+        self.draw(axes, metric, label)
         return axes
 
-    def draw(self, axes: Any, metric: str = "accuracy") -> None:
+    def draw(self, axes: Any, metric: str = "accuracy", label: str = "") -> None:
         curve = self.curve(metric)
         style = "-" if len(curve) > 1 else "o"
         lines = len(axes.get_lines())
         colour = COLOURS[lines % len(COLOURS)]
-        axes.plot(*zip(*curve, strict=True) if curve else ([], []), style, color=colour, label=str(self.recipe.method))
+        axes.plot(
+            *zip(*curve, strict=True) if curve else ([], []),
+            style,
+            color=colour,
+            label=label or _bare(self.recipe.method),
+        )
         axes.set(xlabel="round", ylabel=metric)
         axes.grid(alpha=0.3)
         if lines:
-            axes.legend(frameon=False)
+            axes.legend(frameon=False, fontsize="small")
+
+
+def _bare(method: Any) -> str:
+    """A method without options and modules: `fedsam(rho=0.05) + mine:Pull(1)` is `fedsam + Pull`."""
+    return re.sub(r"\(.*?\)|[\w.]+:", "", str(method))
 
 
 def _records(path: Path) -> list[Record]:
-    try:
-        return [json.loads(line) for line in read_whole(path).splitlines()]
-    except (ValueError, RecursionError):
-        raise RunError(f"{path}: is damaged; resume the run from its last checkpoint") from None
+    found = [read_record(line) for line in read_whole(path).splitlines()]
+    records = [record for record in found if record is not None]
+    if len(records) < len(found):
+        raise RunError(f"{path}: is damaged; resume the run from its last checkpoint")
+    return records
 
 
 def stopped(recipe: Recipe, history: Sequence[Record]) -> bool:
