@@ -79,7 +79,7 @@ def test_a_key_of_many_parts_does_not_take_minutes(key, tmp_path):
     from fedflat.flower.policy import read_policy
     from fedflat.recipe import load
 
-    (tmp_path / "x.toml").write_text(form.format("a." * 50_000 + "b"))
+    (tmp_path / "x.toml").write_text(key)
     for read in (load, read_policy):
         with pytest.raises(FedflatError, match="a line has more than 200 dots"):
             read(tmp_path / "x.toml")

@@ -28,6 +28,18 @@ Picture = Annotated[Path | None, typer.Option("-o", "--out", help="where to draw
 MEASURED = "mean training loss of {samples} samples (evaluation mode, no decay, no augmentation)"
 
 
+class Parameters(StrEnum):
+    """The weights that the loss is a function of."""
+
+    trained = "trained"
+    all = "all"
+
+
+ParametersOption = Annotated[
+    Parameters, typer.Option(help="weights to vary: those that were trained, or all, with adapters merged")
+]
+
+
 class Plane(StrEnum):
     """The directions of a landscape."""
 
@@ -50,6 +62,7 @@ def flatness(
     federated: Annotated[
         bool, typer.Option("--federated", help="spectrum by the clients' products; with --layers each client's own")
     ] = False,
+    parameters: ParametersOption = Parameters.trained,
     seed: Seed = 0,
     picture: Picture = None,
     trust: TrustOption = False,
@@ -73,7 +86,7 @@ def flatness(
     theories, clients = dict[str, flat.Theory](), dict[str, list[flat.Curvature]]()
     for run in _checked(runs):
         with progress(f"{run}: measuring"):
-            problem = load_run(run)
+            problem = load_run(run, parameters=parameters.value)
             if federated:
                 found, seen = _by_clients(problem, portion, k, probes, density)
                 if layers:
@@ -155,6 +168,7 @@ def landscape(
     span: Annotated[float, typer.Option(help="from −span to span along each direction")] = 1.0,
     points: Annotated[int, typer.Option(help="points along each direction", min=3)] = 25,
     samples: Samples = 1000,
+    parameters: ParametersOption = Parameters.trained,
     seed: Seed = 0,
     picture: Picture = None,
     trust: TrustOption = False,
@@ -174,7 +188,7 @@ def landscape(
         raise RecipeError(f"--span {span}: it must be a positive number")
     found = {}
     for run in _checked(runs):
-        problem = load_run(run)
+        problem = load_run(run, parameters=parameters.value)
         objective = Portion(samples, seed).pooled(problem)
         with progress(str(run)):
             found[str(run)] = walk(objective, plane.value, span, points, dimensions, seed)
@@ -212,6 +226,7 @@ def duality(
         int, typer.Option(help="training samples: of the gap, the pairs and the Hessian; 0 = all", min=0)
     ] = 4000,
     test_samples: Annotated[int, typer.Option(help="test samples: of the gap and the pairs; 0 = all", min=0)] = 0,
+    parameters: ParametersOption = Parameters.trained,
     seed: Seed = 0,
     picture: Picture = None,
     trust: TrustOption = False,
@@ -230,7 +245,7 @@ def duality(
 
     rows, results = list[dict[str, Any]](), {}
     for run in _checked(runs):
-        problem = load_run(run)
+        problem = load_run(run, parameters=parameters.value)
         module = problem.network.module
         train, test = _halves(problem.federation, samples, test_samples, seed)
         for name in layer or [n for n in layers_of(module) if isinstance(module.get_submodule(n), nn.Linear)]:

@@ -13,7 +13,8 @@ from torch.autograd import grad
 from fedflat.engine import keep_freed_memory
 from fedflat.flatness.graphs import Edge, Graph, Graphs, edges, pullback
 from fedflat.local import Batch, Loss
-from fedflat.models import Layout
+from fedflat.models import Layout, plain_output
+from fedflat.tasks import counted
 
 
 class _Linearised(NamedTuple):
@@ -48,11 +49,12 @@ class Objective:
     def __init__(
         self, module: nn.Module, loss: Loss, batches: Sequence[Batch], names: Sequence[str] | None = None
     ) -> None:
-        self.module, self.loss, self.batches = module.eval(), loss, batches
+        self.module, self.loss, self.batches = plain_output(module.eval()), loss, batches
         chosen = {n: p for n, p in module.named_parameters() if p.requires_grad and (names is None or n in names)}
         self.parameters = list(chosen.values())
         self.layout = Layout.of(chosen.items())
         self.samples = sum(len(labels) for _, labels in batches)
+        self._counted = sum(counted(loss, labels) for _, labels in batches)
         keep_freed_memory()
 
     def of(self, names: Sequence[str]) -> Objective:
@@ -153,8 +155,8 @@ class Objective:
         return total
 
     def share(self, batch: Batch) -> float:
-        """n_b/N, the weight of the batch's mean in the mean over all samples."""
-        return len(batch[1]) / self.samples
+        """n_b/N, the weight of the batch's mean in the mean over all samples (over tokens, if the loss counts them)."""
+        return counted(self.loss, batch[1]) / self._counted
 
     def _mean(self, batch: Batch) -> Tensor:
         inputs, labels = batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -11,13 +11,13 @@ from torch import Generator, Tensor
 from fedflat.errors import RecipeError
 from fedflat.models import Layout
 from fedflat.randomness import generator
+from fedflat.tasks import Loss as Loss  # part of this vocabulary
 
 if TYPE_CHECKING:
     from fedflat.local.slope import Pass, Slope
 
 Vectors = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
-Loss = Callable[[Tensor, Tensor], Tensor]
 ClipMode = Literal["loss_only", "official", "all"]
 
 

@@ -43,7 +43,7 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
     memory = rule.descent.start(start) if rule.descent else {}
     carry = dict(rule.carry)
     watcher = Watcher(network, rule, loss)
-    with network.listening(*sight([*rule.terms, rule.ascent])) as tap:
+    with network.listening(**sight([*rule.terms, rule.ascent])) as tap:
         slope = Slope(network, rule, loss, tap)
         slope.velocity = velocity
         stream = iter(batches)

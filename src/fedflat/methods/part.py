@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 from fedflat.errors import RecipeError
 from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.methods.uploads import RobustUploads, Upload, Uploads
+from fedflat.models import Layout
 from fedflat.randomness import generator
 
 Crowd = Literal["all", "active"]
@@ -26,7 +27,8 @@ class ServerView:
     """The server as one part sees it: data of the round, and the part's own state as `view["name"]`.
 
     `start` are the weights from which the clients start: wᵗ, unless a part changes them. `lr` is η_g, and `cohort` is
-    the number of clients that the recipe expects in a round. Random draws depend on the seed and the round.
+    the number of clients that the recipe expects in a round. `layout` finds the model's tensors in a vector of size d;
+    on the small example it is empty. Random draws depend on the seed and the round.
     """
 
     weights: Tensor
@@ -37,6 +39,7 @@ class ServerView:
     lr: float = 1.0
     seed: int = 0
     cohort: float = 1.0
+    layout: Layout = field(default_factory=lambda: Layout({}))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.vectors[name]
@@ -142,6 +145,9 @@ class Part:
             value = getattr(self, f.name)
             if "range" in f.metadata and value not in f.metadata["range"]:
                 raise RecipeError(f"{type(self).__name__}.{f.name} = {value!r}: must be {f.metadata['range']}")
+
+    def fits(self, layout: Layout) -> None:
+        """Raise a RecipeError if the part has no use for a network with these trained tensors."""
 
     def first_state(self, weights: Tensor) -> Vectors:
         """Return the server's state for this part before round 0, given the initial weights."""

@@ -9,7 +9,9 @@ Every network here keeps three promises to the rest of the library:
 A grey image enters a network for colour images with its one channel repeated three times, as in the papers' code.
 """
 
-from fedflat.models.blocks import Colour, RectifiedPool
+from fedflat.models.adapters import factors, is_adapted, lora, merged
+from fedflat.models.blocks import Activation, AttentionOutput, Colour, RectifiedPool
+from fedflat.models.outputs import own_output, plain_output
 from fedflat.models.registry import MODELS, build, construction
 from fedflat.models.source_code import source
 from fedflat.models.vector import ACTIVATIONS, Forward, Layout, Network, Tap, unit
@@ -17,6 +19,8 @@ from fedflat.models.vector import ACTIVATIONS, Forward, Layout, Network, Tap, un
 __all__ = [
     "ACTIVATIONS",
     "MODELS",
+    "Activation",
+    "AttentionOutput",
     "Colour",
     "Forward",
     "Layout",
@@ -25,6 +29,12 @@ __all__ = [
     "Tap",
     "build",
     "construction",
+    "factors",
+    "is_adapted",
+    "lora",
+    "merged",
+    "own_output",
+    "plain_output",
     "source",
     "unit",
 ]

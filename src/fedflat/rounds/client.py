@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedflat.errors import RecipeError, SplitError
@@ -21,6 +20,7 @@ from fedflat.models import Network
 from fedflat.randomness import Secret, forked, generator
 from fedflat.recipe import BufferPolicy, Engine, Evaluation, Local, Measure, Model, Recipe
 from fedflat.rounds.metrics import Score, proximal_loss, score
+from fedflat.tasks import CLASSIFICATION, Task
 
 STAGES = ("planning", "training", "reporting", "evaluating")
 SCORED = 500  # samples per chunk when a client evaluates all of its samples
@@ -41,7 +41,7 @@ class Problem:
     network: Network
     method: Method
     recipe: Recipe = Recipe()
-    loss: Loss = F.cross_entropy
+    task: Task = CLASSIFICATION
     shuffle: bool = True
     secret: Secret | None = None
     deployed: bool = False
@@ -59,9 +59,11 @@ class Problem:
         buffers: BufferPolicy = "average",
         group: int = 1,
         measures: Sequence[Measure] = (),
+        task: Task = CLASSIFICATION,
+        loss: Loss | None = None,
         **others: Any,
     ) -> Problem:
-        """Create a problem from a few settings; the rest of the recipe has its defaults."""
+        """Create a problem from a few settings; the rest of the recipe has its defaults. `loss` replaces the task's."""
         recipe = Recipe(
             seed=seed,
             model=Model(buffers=buffers),
@@ -69,12 +71,14 @@ class Problem:
             evaluation=Evaluation(measures=[*measures]),
             engine=Engine(group=group),
         )
-        return cls(federation, network, method, recipe, **others)
+        return cls(federation, network, method, recipe, task.with_loss(loss) if loss else task, **others)
 
     def __post_init__(self) -> None:
         if self.recipe.model.buffers == "refuse" and self.network.buffer_layout.shapes:
             names = ", ".join(self.network.buffer_layout.shapes)
             raise RecipeError(f'model.buffers = "refuse", but the model has the buffers {names}')
+        for part in self.method.parts:
+            part.fits(self.network.layout)
         guard = self.method.protection
         if self.deployed and isinstance(guard, Privacy):
             guard.refuse_seeded()
@@ -85,6 +89,11 @@ class Problem:
             )
         if (client := self.federation.empty()) is not None:
             raise SplitError(f"client {client} holds no sample; give it one or leave it out")
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of outputs and labels."""
+        return self.task.loss
 
     @property
     def seed(self) -> int:
@@ -316,7 +325,7 @@ class Worker:
         problem = self.problem
         self._load(weights, buffers)
         inputs, labels = problem.federation.held_out(part, start, stop)
-        return score(problem.network.module, inputs, labels, problem.loss, problem.federation.dataset.classes)
+        return score(problem.network.module, inputs, labels, problem.task)
 
     def answer(self, weights: Tensor, buffers: Tensor, client: int, vector: Tensor, about: About = "hessian") -> Tensor:
         """Return a client's answer to the question about a vector, at these weights."""

@@ -248,7 +248,7 @@ class Checkpoints:
 
 def checkpoint_rounds(directory: Path) -> list[int]:
     """Return the rounds of a run that have a checkpoint, intact or not."""
-    return sorted(int(path.stem) for path in _manifests(directory / "checkpoints"))
+    return sorted(int(path.stem) for path in manifests(directory / "checkpoints"))
 
 
 def _no_such_round(found: list[Path], round: int) -> list[Path]:

@@ -13,7 +13,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F
 from torch import nn
 
 from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, nearest, printable
@@ -44,6 +43,7 @@ from fedflat.runs.result import Result, stopped, summary
 from fedflat.runs.rewind import recalled
 from fedflat.runs.signals import LastRound
 from fedflat.runs.trackers import Trackers, check_trackers
+from fedflat.tasks import Task, find_task
 
 Callback = Callable[[Record], None]
 StartEngine = Callable[[Problem, ServerState], Engine]
@@ -54,7 +54,8 @@ def train(
     model: str | nn.Module = "mlp",
     method: Method | Part | Written = "fedavg",
     *,
-    loss: Loss = F.cross_entropy,
+    task: str | Task | None = None,
+    loss: Loss | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -66,7 +67,8 @@ def train(
         federation: the clients and their samples.
         model: the name or import path of a network, or a module, which stays unchanged.
         method: the method, or its name with options.
-        loss: the loss of logits and labels.
+        task: the name of a task or your own; by default that of the data set.
+        loss: a loss of outputs and labels that replaces the task's.
         out: the directory of the run; without it nothing is written.
         resume: whether to continue an interrupted run in `out`.
         callbacks: called with the record of each round.
@@ -91,14 +93,16 @@ def train(
     table["model"] = {**table.get("model", {}), "name": named}
     table["split"] = {"name": "given", "clients": federation.clients}
     recipe = validated(table)
-    problem = assemble(recipe, federation, model if isinstance(model, nn.Module) else None, parse(method), loss)
+    task = task if isinstance(task, Task) else find_task(task or federation.dataset.task)
+    task = task.with_loss(loss) if loss else task
+    problem = assemble(recipe, federation, model if isinstance(model, nn.Module) else None, parse(method), task)
     with progress("training", recipe.server.rounds) as bar:
-        told = [*callbacks, lambda record: bar.reach(record["round"], _note(record))]
+        told = [*callbacks, lambda record: bar.reach(record["round"], _note(record, recipe.metric))]
         return execute(problem, Path(out) if out else None, told, resume)
 
 
-def _note(record: Record) -> str:
-    return f"accuracy {record['accuracy']:.4f}" if record.get("accuracy") is not None else ""
+def _note(record: Record, metric: str) -> str:
+    return f"{metric} {record[metric]:.4f}" if record.get(metric) is not None else ""
 
 
 def _sections(settings: dict[str, Any]) -> Record:
@@ -205,7 +209,7 @@ def _train_in(
             _tell(record, history, [*callbacks, trackers])
             last = complete(recipe, state.round, history)
             if last or signals.came or checkpoints.due(state.round):
-                checkpoints.save(state, engine.memory, folder.mark(), record.get("accuracy"))
+                checkpoints.save(state, engine.memory, folder.mark(), record.get(recipe.metric))
             if signals.came and not last:
                 so_far = f"stopped after round {state.round} of {recipe.server.rounds}"
                 raise StoppedError(f"{so_far}; go on with: fedflat resume {folder.path}", signals.came)
@@ -240,7 +244,7 @@ def rounds(
         evaluated = replace(state, weights=problem.method.evaluated(view(problem, state)))
         if last or (every and state.round % every == 0):
             score = engine.score(evaluated, recipe.evaluation.on, recipe.evaluation.batch)
-            record |= {"accuracy": _number(score.accuracy), "loss": _number(score.loss)}
+            record |= {name: _number(value) for name, value in score.values.items()} | {"loss": _number(score.loss)}
             if recipe.server.stop_loss is not None:
                 known = recipe.evaluation.on == "train"
                 score_on_train = score if known else engine.score(evaluated, "train", recipe.evaluation.batch)

@@ -172,10 +172,16 @@ class RunFolder:
         versions = {"fedflat": version("fedflat"), "torch": torch.__version__, "python": platform.python_version()}
         digest = hashlib.sha256(blob).hexdigest()
         digests = {"model_sha256": digest, "base_sha256": network.base_digest}
-        text = json.dumps({**summary, **digests, "versions": versions}, indent=2)
+        text = json.dumps({**summary, **parameters(network.module), **digests, "versions": versions}, indent=2)
         with written_to(self.path, GO_ON):
             write_whole(self.path / "model.safetensors", blob)
             write_whole(self.path / "summary.json", text.encode() + b"\n")
+
+
+def parameters(module: nn.Module) -> Record:
+    """Return how many parameters a module has, and how many of them are trained."""
+    sizes = [(each.numel(), each.requires_grad) for each in module.parameters()]
+    return {"parameters_trained": sum(n for n, trained in sizes if trained), "parameters": sum(n for n, _ in sizes)}
 
 
 def whole_model(module: nn.Module) -> dict[str, Tensor]:

@@ -17,10 +17,11 @@ from fedflat.drawing import COLOURS, axes_for
 from fedflat.errors import RecipeError, RunError, nearest
 from fedflat.federation import Federation
 from fedflat.local import Loss
+from fedflat.models import own_output
 from fedflat.recipe import Recipe
 from fedflat.rounds import Problem, flat_record
 from fedflat.runs.build import load_run
-from fedflat.runs.folder import Record, read_whole
+from fedflat.runs.folder import Record, parameters, read_whole
 from fedflat.runs.record import read_record
 from fedflat.shown import Shown, framed
 
@@ -47,7 +48,7 @@ class Result(Shown):
     @classmethod
     def of(cls, problem: Problem, history: list[Record], directory: Path | None = None) -> Self:
         """The result of a problem whose network holds the trained model."""
-        module = problem.network.module
+        module = own_output(problem.network.module)
         return cls(problem.recipe, history, module, directory, problem.federation, problem.loss)
 
     @classmethod
@@ -84,12 +85,17 @@ class Result(Shown):
     @property
     def accuracy(self) -> float:
         """The accuracy after the last evaluated round; NaN if labels are not classes."""
-        values = [record["accuracy"] for record in self.history if record.get("accuracy") is not None]
+        return self.last("accuracy")
+
+    def last(self, name: str | None = None) -> float:
+        """Return a metric after the last evaluated round, by default the one that tables follow; NaN without one."""
+        name = name or self.recipe.metric
+        values = [found for record in self.history if (found := flat_record(record).get(name)) is not None]
         return values[-1] if values else math.nan
 
     @property
     def summary(self) -> Record:
-        return summary(self.history, self.recipe)
+        return summary(self.history, self.recipe) | parameters(self.model)
 
     def flatness(self, **options: Any) -> Flatness:
         """Measure the flatness of the model on the training samples; the options are those of `flatness.look`."""
@@ -101,7 +107,7 @@ class Result(Shown):
 
     def caption(self) -> str:
         rounds = self.history[-1]["round"] if self.history else 0
-        reached = "" if math.isnan(self.accuracy) else f", accuracy {self.accuracy:.4f}"
+        reached = "" if math.isnan(self.last()) else f", {self.recipe.metric} {self.last():.4f}"
         where = f", in {self.directory}" if self.directory else ""
         return f"Result of {self.recipe.method} after {rounds} rounds{reached}{where}"
 
@@ -115,23 +121,24 @@ class Result(Shown):
         """One row for each round, as a pandas DataFrame if pandas is installed, otherwise as a list of dictionaries."""
         return framed(flat_record(record) for record in self.history)
 
-    def plot(self, ax: Any = None, metric: str = "accuracy", label: str = "") -> Any:
+    def plot(self, ax: Any = None, metric: str | None = None, label: str = "") -> Any:
         """Draw a metric over the rounds, and return the axes.
 
         Args:
             ax: the axes to draw on; by default those of a new figure.
-            metric: the name of the metric.
+            metric: the name of the metric; by default the one that tables follow, for most tasks the accuracy.
             label: the name of the line; by default the method without its options.
 
         Raises:
             RecipeError: if matplotlib is not installed, or no round has the metric.
         """
-        self.curve(metric)
+        self.curve(metric or self.recipe.metric)
         axes = axes_for(ax)
         self.draw(axes, metric, label)
         return axes
 
-    def draw(self, axes: Any, metric: str = "accuracy", label: str = "") -> None:
+    def draw(self, axes: Any, metric: str | None = None, label: str = "") -> None:
+        metric = metric or self.recipe.metric
         curve = self.curve(metric)
         style = "-" if len(curve) > 1 else "o"
         lines = len(axes.get_lines())
@@ -168,21 +175,23 @@ def stopped(recipe: Recipe, history: Sequence[Record]) -> bool:
 
 
 def summary(history: Sequence[Record], recipe: Recipe) -> Record:
-    """Summarize a run in a few numbers; each name says which accuracy it is."""
-    accuracies = [(r["accuracy"], r["round"]) for r in history if r.get("accuracy") is not None]
+    """Summarize a run in a few numbers; each name says which value of which metric it is."""
+    metric = recipe.metric
+    found = [(r[metric], r["round"]) for r in history if r.get(metric) is not None]
     result: Record = {"method": recipe.method, "rounds": history[-1]["round"] if history else 0, "seed": recipe.seed}
-    if accuracies:
-        values = [accuracy for accuracy, _ in accuracies]
-        best = max(accuracies, key=lambda entry: (entry[0], -entry[1]))
+    if found:
+        values = [value for value, _ in found]
+        best = max(found, key=lambda entry: (recipe.rank(entry[0]), -entry[1]))
         result |= {
-            "accuracy_last": values[-1],
-            "accuracy_best": best[0],
-            "accuracy_best_round": best[1],
-            "accuracy_mean_of_last_10": sum(values[-10:]) / len(values[-10:]),
+            f"{metric}_last": values[-1],
+            f"{metric}_best": best[0],
+            f"{metric}_best_round": best[1],
+            f"{metric}_mean_of_last_10": sum(values[-10:]) / len(values[-10:]),
             "loss_last": next(r["loss"] for r in reversed(history) if "loss" in r),
         }
         if recipe.evaluation.target is not None:
-            reached = (round for accuracy, round in accuracies if accuracy >= recipe.evaluation.target)
+            goal = recipe.rank(recipe.evaluation.target)
+            reached = (round for value, round in found if recipe.rank(value) >= goal)
             result |= {"target": recipe.evaluation.target, "rounds_to_target": next(reached, None)}
     if recipe.server.stop_loss is not None:
         losses = [r["train_loss"] for r in history if "train_loss" in r]

@@ -6,6 +6,7 @@ from fedflat.methods.parts.compression import TopK
 from fedflat.methods.parts.consensus import ConsensusAscent, PrintedConsensus
 from fedflat.methods.parts.descent import LocalAdamW, LocalMuon
 from fedflat.methods.parts.local_work import FallingRate, FrozenHead, MetaStep, RelaxedStart
+from fedflat.methods.parts.low_rank import ProductAverage
 from fedflat.methods.parts.protection import CentralPrivacy, LocalPrivacy, Privacy
 from fedflat.methods.parts.proximal import AblatedAscent, ProximalAscent
 from fedflat.methods.parts.pulls import ClientMomentum, ControlVariates, DynamicDual, MomentumControls, Proximal
@@ -75,6 +76,7 @@ __all__ = [
     "NotTrueDistillation",
     "PrintedConsensus",
     "Privacy",
+    "ProductAverage",
     "Proximal",
     "ProximalAscent",
     "RelaxedStart",
