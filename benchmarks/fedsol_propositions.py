@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedflat import Federation, federate, models, train
+from fedflat.drawing import new_figure, save_figure
 from fedflat.flatness import Objective
 from fedflat.methods.parts.terms import divergence
-from fedflat.report.picture import new_figure, save_figure
 
 RADII = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 GAMMA, TINY = 1e-3, 1e-6

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from fedflat.report.picture import Curve, new_figure, save_figure
+from fedflat.drawing import new_figure, save_figure
+from fedflat.report.picture import Curve
 from fedflat.report.tables import published
 
 ROOT = Path(__file__).parents[1]

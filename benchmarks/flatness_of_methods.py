@@ -16,14 +16,14 @@ from fedflat.flatness import (
     Portion,
     adaptive_sharpness,
     capacity,
-    duality,
+    decompose,
     eigen_plane,
     landscape,
     top_eigenvalues,
     trace,
 )
+from fedflat.flatness.terrain import draw_landscapes
 from fedflat.recipe import load
-from fedflat.report.terrain import draw_landscapes
 from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
 
@@ -54,7 +54,7 @@ def study(method: str, data: str, rounds: int) -> tuple[dict[str, str], Landscap
     eigen, spread = top_eigenvalues(hessian, 5), trace(hessian, probes=12)
     around = landscape(objective, eigen_plane(eigen), span=0.5, points=13)
     train, test = (federation.held_out(part, 0, 1000) for part in ("train", "test"))
-    dual = duality(problem.network.module, problem.loss, train, test, "head", k=10, limit=400, samples=500)
+    dual = decompose(problem.network.module, problem.loss, train, test, "head", k=10, limit=400, samples=500)
     numbers = {
         "accuracy": f"{accuracy:.4f}",
         "loss": f"{objective.value():.3f}",

@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from fedflat.drawing import new_figure, save_figure
 from fedflat.recipe import load
-from fedflat.report.picture import Curve, new_figure, save_figure
+from fedflat.report.picture import Curve
 from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
 

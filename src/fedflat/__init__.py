@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedflat import flatness
     from fedflat.errors import FedflatError
     from fedflat.federation import Augment, Dataset, Federation, Samples, federate
     from fedflat.methods import Method, Part, option
@@ -25,11 +26,13 @@ __all__ = [
     "Samples",
     "Task",
     "federate",
+    "flatness",
     "option",
     "train",
     "trust",
 ]
 
+ROOMS = ("flatness",)  # rooms that are a part of the public namespace
 _HOMES = {
     "fedflat.errors": ("FedflatError",),
     "fedflat.federation": ("Augment", "Dataset", "Federation", "Samples", "federate"),
@@ -42,7 +45,13 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import on first use: the command line must answer before torch is loaded."""
+    if name in ROOMS:
+        return import_module(f"fedflat.{name}")
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(home), name)
     raise AttributeError(f"module 'fedflat' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from fedflat.errors import DataError, RecipeError, TrainingError
 from fedflat.flatness import DIRECTIONS, pairs
 from fedflat.flatness.activities import SeenLayer, layers_of, patches
-from fedflat.flatness.duality import Pairing, _moments, dual_weights, duality
+from fedflat.flatness.duality import Pairing, _moments, decompose, dual_weights
 
 both = pytest.mark.parametrize("direction", DIRECTIONS)
 
@@ -135,7 +135,7 @@ def test_no_array_of_pairs_times_weights_is_made_for_a_linear_layer():
 @pytest.mark.parametrize(("kind", "layer"), LAYERS)
 def test_in_a_full_basis_the_contributions_are_the_mean_gap_of_the_pairs(kind, layer, direction):
     module, train, test = network(kind), samples(40, 0), samples(30, 1)
-    result = duality(module, F.cross_entropy, train, test, layer)
+    result = decompose(module, F.cross_entropy, train, test, layer)
     found = result.pairings[direction]
     assert len(found.contribution) == module.get_submodule(layer).weight.numel()
     assert sum(found.contribution) == pytest.approx(found.paired_gap, abs=1e-10)
@@ -158,7 +158,7 @@ def test_in_a_full_basis_the_contributions_are_the_mean_gap_of_the_pairs(kind, l
 @both
 @pytest.mark.parametrize(("kind", "layer"), LAYERS)
 def test_a_contribution_is_correlation_times_deviations_plus_the_product_of_means(kind, layer, direction):
-    result = duality(network(kind), F.cross_entropy, samples(40, 0), samples(30, 1), layer).pairings[direction]
+    result = decompose(network(kind), F.cross_entropy, samples(40, 0), samples(30, 1), layer).pairings[direction]
     for n, part in enumerate(result.contribution):
         w, g = result.sigma_w[n], result.sigma_g[n]
         assert part == pytest.approx(
@@ -173,7 +173,7 @@ def test_a_contribution_is_correlation_times_deviations_plus_the_product_of_mean
 def test_every_number_is_that_of_a_dense_computation_in_numpy(direction):
     """Nearest twins by all distances, ΔW and g as matrices, the Hessian by autograd, moments by NumPy."""
     module, train, test = network("mlp"), samples(120, 0), samples(50, 1)
-    found = duality(module, F.cross_entropy, train, test, "3").pairings[direction]
+    found = decompose(module, F.cross_entropy, train, test, "3").pairings[direction]
     (x, y), (u, v) = train, test
     apart = np.where(y[:, None] == v, torch.cdist(x.flatten(1), u.flatten(1)), np.inf)
     i, j = np.arange(120), apart.argmin(1)
@@ -223,7 +223,7 @@ def test_a_planted_case_in_which_the_two_pairings_have_opposite_signs():
         module.weight.copy_(torch.tensor([[2.0, 1.0]]))
     train = torch.tensor([[1.0, 0], [6, 0], [0, 1]]).double(), torch.tensor([0, 0, 1])
     test = torch.tensor([[2.0, 0], [3, 0], [0, 2]]).double(), torch.tensor([0, 0, 1])
-    result = duality(module, lambda z, _: z.square().mean() / 2, train, test, "")
+    result = decompose(module, lambda z, _: z.square().mean() / 2, train, test, "")
     assert result.gap == pytest.approx((8 + 18 + 2) / 3 - (2 + 72 + 0.5) / 3)
     assert result.eigenvalues == pytest.approx([37 / 3, 1 / 3])
     assert [*result.pairings] == ["train_to_test", "test_to_train"]
@@ -272,7 +272,7 @@ def test_a_train_sample_with_its_dual_weight_has_the_loss_of_its_twin(layer, dir
 
 def test_the_basis_is_that_of_the_layers_hessian_of_the_train_loss():
     module, train = network("mlp"), samples(300, 0)
-    result = duality(module, F.cross_entropy, train, samples(30, 1), "5")
+    result = decompose(module, F.cross_entropy, train, samples(30, 1), "5")
 
     def loss(weight):
         return F.cross_entropy(functional_call(module, {"5.weight": weight}, train[0]), train[1])
@@ -303,21 +303,21 @@ class Own(nn.Module):
 def test_rows_of_the_hessian_are_the_same_at_once_and_one_by_one(monkeypatch):
     module, train, test = network("mlp"), samples(40, 0), samples(30, 1)
     module[4] = nn.ReLU()
-    at_once = duality(module, F.cross_entropy, train, test, "3").eigenvalues
+    at_once = decompose(module, F.cross_entropy, train, test, "3").eigenvalues
     module[4] = Own()
-    by_user = duality(module, F.cross_entropy, train, test, "3").eigenvalues
+    by_user = decompose(module, F.cross_entropy, train, test, "3").eigenvalues
     monkeypatch.setattr(sys.modules[SeenLayer.__module__], "MOST_ROWS", 1)
-    one_by_one = duality(module, F.cross_entropy, train, test, "3").eigenvalues
+    one_by_one = decompose(module, F.cross_entropy, train, test, "3").eigenvalues
     assert at_once == pytest.approx(one_by_one, abs=1e-14)
     assert by_user == one_by_one
 
 
 def test_a_large_layer_has_k_directions_that_are_the_first_of_the_full_basis(monkeypatch):
     arguments = network("mlp"), F.cross_entropy, samples(60, 0), samples(30, 1), "3"
-    full = duality(*arguments)
-    monkeypatch.setattr(sys.modules[duality.__module__], "DENSE", 10)
-    monkeypatch.setattr(sys.modules[duality.__module__], "top_eigenvalues", _accurate)
-    some = duality(*arguments, k=4)
+    full = decompose(*arguments)
+    monkeypatch.setattr(sys.modules[decompose.__module__], "DENSE", 10)
+    monkeypatch.setattr(sys.modules[decompose.__module__], "top_eigenvalues", _accurate)
+    some = decompose(*arguments, k=4)
     assert some.eigenvalues == pytest.approx(full.eigenvalues[:4], rel=1e-5)
     for direction in DIRECTIONS:
         found, expected = some.pairings[direction], full.pairings[direction]
@@ -336,13 +336,13 @@ def _accurate(hessian, k, seed):
 def test_zero_means_all_samples_and_all_pairs():
     module, train, test = network("mlp"), samples(40, 0), samples(30, 1)
     arguments = module, F.cross_entropy, train, test, "3"
-    everything = duality(*arguments, limit=0, samples=0)
-    assert everything == duality(*arguments, limit=40, samples=40)
+    everything = decompose(*arguments, limit=0, samples=0)
+    assert everything == decompose(*arguments, limit=40, samples=40)
     assert {name: found.pairs for name, found in everything.pairings.items()} == {
         "train_to_test": 40,
         "test_to_train": 30,
     }
-    some = duality(*arguments, limit=7, samples=11)
+    some = decompose(*arguments, limit=7, samples=11)
     assert [found.pairs for found in some.pairings.values()] == [7, 7]
     assert some.eigenvalues != everything.eigenvalues and some.gap == everything.gap
 
@@ -366,23 +366,23 @@ def test_a_convolution_is_its_kernels_times_the_patches_and_few_patches_leave_no
     torch.testing.assert_close(product.mT.unflatten(2, image.shape[2:]), image)
 
     module = nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(image[0].numel(), 3)).double()
-    result = duality(module, F.cross_entropy, train, test, "0")
+    result = decompose(module, F.cross_entropy, train, test, "0")
     assert rows.shape[1] <= rows.shape[2]
     assert all(found.residual < 1e-9 and abs(found.remainder) < 1e-10 for found in result.pairings.values())
 
 
 def test_more_positions_than_inputs_leave_a_residual():
     module = nn.Sequential(nn.Conv2d(4, 2, 1), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3)).double()
-    result = duality(module, F.cross_entropy, samples(20, 0), samples(10, 1), "0")
+    result = decompose(module, F.cross_entropy, samples(20, 0), samples(10, 1), "0")
     assert all(0.1 < found.residual < 1 and abs(found.remainder) < 1e-10 for found in result.pairings.values())
 
 
 def test_batches_and_chunks_change_nothing(monkeypatch):
     arguments = network("conv"), F.cross_entropy, samples(40, 0), samples(30, 1), "2"
-    whole = duality(*arguments)
-    small = duality(*arguments, batch=7)
+    whole = decompose(*arguments)
+    small = decompose(*arguments, batch=7)
     monkeypatch.setattr(sys.modules[SeenLayer.__module__], "BUDGET", 1)
-    single = duality(*arguments)
+    single = decompose(*arguments)
     for other in (small, single):
         assert other.gap == pytest.approx(whole.gap, abs=1e-12)
         for direction in DIRECTIONS:
@@ -396,7 +396,7 @@ def test_the_dead_and_the_unchanged_are_skipped_and_counted():
     module = nn.Sequential(nn.ReLU(), nn.Linear(1, 3, bias=False)).double()
     train = x, torch.tensor([0, 1, 1, 2])
     test = torch.tensor([[-0.9], [1.0], [2.5]], dtype=torch.float64), torch.tensor([0, 1, 1])
-    result = duality(module, F.cross_entropy, train, test, "1")
+    result = decompose(module, F.cross_entropy, train, test, "1")
     assert result.missing == 1
     assert {name: (found.pairs, found.skipped) for name, found in result.pairings.items()} == {
         "train_to_test": (1, 2),
@@ -404,13 +404,13 @@ def test_the_dead_and_the_unchanged_are_skipped_and_counted():
     }
     assert all(found.correlation == [0, 0, 0] for found in result.pairings.values())
     with pytest.raises(DataError, match="no pair has activities that differ"):
-        duality(module, F.cross_entropy, train, (test[0][:2], test[1][:2]), "1")
+        decompose(module, F.cross_entropy, train, (test[0][:2], test[1][:2]), "1")
 
 
 def test_the_result_is_data_and_the_module_is_as_it_was():
     module = network("conv")
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    result = duality(module, F.cross_entropy, samples(40, 0), samples(30, 1), "0")
+    result = decompose(module, F.cross_entropy, samples(40, 0), samples(30, 1), "0")
     assert json.loads(json.dumps(asdict(result))) == asdict(result)
     assert all(value.equal(before[name]) for name, value in module.state_dict().items())
     assert not any(part._forward_pre_hooks for part in module.modules())
@@ -429,7 +429,7 @@ class Twice(nn.Module):
 
 
 def asked(layer, module=None, **options):
-    return lambda: duality(
+    return lambda: decompose(
         module or nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).double(),
         F.cross_entropy,
         samples(20, 0),
@@ -485,7 +485,7 @@ def test_the_gap_of_a_trained_network_sits_in_few_directions():
             optimiser.zero_grad()
             F.cross_entropy(module(train[0][part]), train[1][part]).backward()
             optimiser.step()
-    result = duality(module, F.cross_entropy, train, test, "2")
+    result = decompose(module, F.cross_entropy, train, test, "2")
     found = result.pairings["test_to_train"]
     assert result.gap > 0 and found.paired_gap > 0
     assert abs(found.remainder) < 1e-10 and found.residual < 1e-12

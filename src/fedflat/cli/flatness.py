@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, TrustOption, app, err, out
+from fedflat.cli.app import JsonOption, TrustOption, app, out
+from fedflat.progress import progress
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must not wait for it
     from fedflat.federation.population import Federation
@@ -75,7 +75,7 @@ def flatness(
     """
     from fedflat import flatness as flat
     from fedflat.errors import RecipeError
-    from fedflat.report.spectral import draw_density
+    from fedflat.flatness.spectral import draw_density
     from fedflat.runs.build import load_run
 
     if federated and theory:
@@ -85,7 +85,7 @@ def flatness(
     portion, rows, densities = flat.Portion(samples, seed), list[dict[str, Any]](), dict[str, flat.Density]()
     theories, clients = dict[str, flat.Theory](), dict[str, list[flat.Curvature]]()
     for run in _checked(runs):
-        with err.status(f"{run}: measuring"):
+        with progress(f"{run}: measuring"):
             problem = load_run(run, parameters=parameters.value)
             if federated:
                 found, seen = _by_clients(problem, portion, k, probes, density)
@@ -179,7 +179,7 @@ def landscape(
     Arrays go to RUN/landscape-PLANE.npz; those of a checkpoint carry its round in their name.
     """
     from fedflat.errors import RecipeError
-    from fedflat.flatness import Hessian, Portion, eigen_plane, filter_normalised, top_eigenvalues
+    from fedflat.flatness import Portion
     from fedflat.flatness import landscape as walk
     from fedflat.runs.build import load_run
     from fedflat.runs.folder import beside
@@ -190,19 +190,14 @@ def landscape(
     for run in _checked(runs):
         problem = load_run(run, parameters=parameters.value)
         objective = Portion(samples, seed).pooled(problem)
-        with err.status(f"{run}: directions"):
-            if plane is Plane.eigen:
-                directions = eigen_plane(top_eigenvalues(Hessian(objective), 2, seed=seed))
-            else:
-                directions = filter_normalised(objective, dimensions, seed, orthogonal=True)
-        with bar(f"{run}", points**dimensions) as advance:
-            found[str(run)] = walk(objective, directions[:dimensions], span, points, advance)
+        with progress(str(run)):
+            found[str(run)] = walk(objective, plane.value, span, points, dimensions, seed)
         found[str(run)].save(beside(run, f"landscape-{plane.value}.npz"))
     header = (
         f"{MEASURED.format(samples=objective.samples)} on the {plane.value} {'line' if dimensions == 1 else 'plane'}"
     )
     if picture:
-        from fedflat.report.terrain import draw_landscapes
+        from fedflat.flatness.terrain import draw_landscapes
 
         draw_landscapes(found, picture)
     if as_json:
@@ -244,8 +239,8 @@ def duality(
     """
     from torch import nn
 
-    from fedflat.flatness import duality as analyse
     from fedflat.flatness import layers_of
+    from fedflat.flatness.duality import decompose as analyse
     from fedflat.runs.build import load_run
 
     rows, results = list[dict[str, Any]](), {}
@@ -254,7 +249,7 @@ def duality(
         module = problem.network.module
         train, test = _halves(problem.federation, samples, test_samples, seed)
         for name in layer or [n for n in layers_of(module) if isinstance(module.get_submodule(n), nn.Linear)]:
-            with err.status(f"{run}: {name}"):
+            with progress(f"{run}: {name}"):
                 result = analyse(module, problem.loss, train, test, name, k, pairs, samples=0, seed=seed)
             results[f"{run} {name}"] = result
             rows.append({"run": str(run), "method": problem.recipe.method, **_duality_row(result)})
@@ -263,7 +258,7 @@ def duality(
         "in the eigenbasis of each layer's Hessian"
     )
     if picture:
-        from fedflat.report.dual import draw_duality
+        from fedflat.flatness.dual import draw_duality
 
         draw_duality(results, picture)
     if as_json:
@@ -309,17 +304,6 @@ def _checked(runs: list[Path]) -> list[Path]:
     for run in runs:
         load_run(run)
     return runs
-
-
-@contextmanager
-def bar(title: str, total: int) -> Iterator[Any]:
-    """A progress bar in the terminal; yields the function that advances it by one."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
 
 
 def print_json(content: dict[str, Any]) -> None:

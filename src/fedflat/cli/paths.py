@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, TrustOption, app, err, out
-from fedflat.cli.flatness import MEASURED, Picture, Plane, Runs, Samples, Seed, bar, print_json
+from fedflat.cli.app import JsonOption, TrustOption, app, out
+from fedflat.cli.flatness import MEASURED, Picture, Plane, Runs, Samples, Seed, print_json
+from fedflat.progress import progress
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must not wait for it
     from torch import Tensor
@@ -56,9 +57,9 @@ def path(
     batches = Portion(samples, seed).batches(federation, range(federation.clients))
     modules, found = (first.network.module, second.network.module), {}
     for matched in (False, True) if match else (False,):
-        with bar("matched" if matched else f"{a} → {b}", points) as advance:
+        with progress("matched" if matched else f"{a} → {b}"):
             name = "matched" if matched else "as trained"
-            found[name] = interpolate(*modules, batches, first.loss, points, matched, advance)
+            found[name] = interpolate(*modules, batches, first.loss, points, matched)
     header = f"{MEASURED.format(samples=found['as trained'].samples)} from {a} to {b}"
     if picture:
         from fedflat.report.route import draw_paths
@@ -107,12 +108,12 @@ def trajectory(
     rounds, models = kept_models(run, problem)
     local = None
     if clients:
-        with err.status(f"{run}: one round of its clients"):
+        with progress(f"{run}: one round of its clients"):
             local = local_round(problem, kept[-2] if len(kept) > 1 else kept[-1])
     objective = Portion(samples, seed).pooled(problem)
     chosen = _plane(plane, models, local)
-    with bar(str(run), points**2) as advance:
-        found = project(objective, chosen, rounds, models, local, points, advance)
+    with progress(str(run)):
+        found = project(objective, chosen, rounds, models, local, points)
     found.save(run / "trajectory.npz")
     header = f"{MEASURED.format(samples=objective.samples)}, models of {run} in the plane of "
     header += "their principal components" if plane is Through.pca else "the received and two clients' models"
@@ -171,12 +172,12 @@ def animate(
     for run, problem in last.items():
         rounds, models = kept_models(run, problem)
         objective = Portion(samples, seed).pooled(problem)
-        with err.status(f"{run}: directions"):
+        with progress(f"{run}: directions"):
             directions = _directions(objective, plane, seed)
         shown = _spread(len(rounds), frames)
-        with bar(str(run), len(shown) * points**2) as advance:
+        with progress(str(run), len(shown)):
             at = [rounds[k] for k in shown]
-            found[str(run)] = film(objective, directions, at, [*models[shown]], span, points, advance)
+            found[str(run)] = film(objective, directions, at, [*models[shown]], span, points)
         found[str(run)].save(run / f"landscapes-{plane.value}.npz")
     header = f"{MEASURED.format(samples=objective.samples)} on the {plane.value} plane of the last model"
     if picture:
@@ -226,7 +227,7 @@ def rescale(
     from fedflat.runs.kept import located
 
     objective = Portion(samples, seed).pooled(load_run(located(run)))
-    with err.status(f"{run}: measuring twice"):
+    with progress(f"{run}: measuring twice"):
         found = scale_test(objective, factor, layer, rho, adaptive_rho, seed)
     header = f"{run}: {MEASURED.format(samples=objective.samples)}"
     if as_json:

@@ -100,7 +100,8 @@ def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to:
     """Train one run after the other, and print a table of all."""
     from fedflat.report.display import RoundProgress, comparison
     from fedflat.runs.build import prepare
-    from fedflat.runs.experiment import execute, stopped
+    from fedflat.runs.experiment import execute
+    from fedflat.runs.result import stopped
 
     results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
     for folder, each in folders.items():

@@ -31,16 +31,19 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedflat.errors import DataError, RecipeError
 from fedflat.flatness.activities import SeenLayer, parameter_of
+from fedflat.flatness.dual import draw_gap
 from fedflat.flatness.hessian import Hessian, top_eigenvalues
 from fedflat.flatness.objective import Objective, flat
 from fedflat.flatness.pairing import DIRECTIONS, Direction, Pairs, drawn, pairs
 from fedflat.local import Batch, Loss
+from fedflat.shown import Shown
 
 DENSE = 3000  # up to this many weights, the layer's Hessian is a dense matrix and the basis is complete
 DEAD = 1e-12  # below this |a|², a sample counts as having no activity in the layer
@@ -178,8 +181,8 @@ class Pairing:
         return sum(map(abs, self.contribution)) ** 2 / squares if squares else 0.0
 
 
-@dataclass(frozen=True)
-class Duality:
+@dataclass(frozen=True, repr=False)
+class Duality(Shown):
     """The generalisation gap and both pairings of one layer, in the eigenbasis of the layer's Hessian.
 
     `eigenvalues` are in descending order. `train_loss` and `test_loss` are means over all samples given to `duality`.
@@ -201,8 +204,31 @@ class Duality:
         """The generalisation gap: mean test loss minus mean train loss."""
         return self.test_loss - self.train_loss
 
+    def caption(self) -> str:
+        samples = f"{self.train_samples:,} training and {self.test_samples:,} test samples"
+        return f"Activity–weight duality of layer {self.layer!r}, {samples}: gap {self.gap:.4g}"
 
-def duality(
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "pairing": direction.replace("_", " "),
+                "gap": self.gap,
+                "gap of the pairs": found.paired_gap,
+                "Σ c σ_w σ_g": found.fluctuation,
+                "Σ μ_w μ_g": found.drift,
+                "c": found.correlations.mean,
+                "size": found.size,
+                "sharpness": found.sharpness,
+                "pairs": found.pairs,
+            }
+            for direction, found in self.pairings.items()
+        ]
+
+    def draw(self, axes: Any) -> None:
+        draw_gap(axes, self)
+
+
+def decompose(
     module: nn.Module,
     loss: Loss,
     train: Batch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -61,7 +61,6 @@ def film(
     models: Sequence[Tensor],
     span: float = 1.0,
     points: int = 15,
-    progress: Callable[[], object] | None = None,
 ) -> Film:
     """Evaluates the landscape around each of several models of a run, along the same directions.
 
@@ -72,10 +71,9 @@ def film(
         models: the weights of each round.
         span: the steps run from −span to span.
         points: number of steps along each direction.
-        progress: called after each point.
     """
     found = []
     for model in models:
         with objective.at(model):
-            found.append(landscape(objective, directions, span, points, progress))
+            found.append(landscape(objective, directions, span, points))
     return Film(rounds, found)

@@ -80,7 +80,7 @@ class Graphs:
 
         with saved_tensors_hooks(count, lambda tensor: tensor):
             graph = make(batch)
-        there = {_address(tensor) for tensor in chain(module.parameters(), module.buffers(), batch)}
+        there = {_address(tensor) for tensor in chain(module.parameters(), module.buffers(), _tensors(batch))}
         held = sum(size for address, size in storages.items() if address not in there)
         self._open = self.bytes + held <= self.budget
         if self._open:
@@ -106,6 +106,12 @@ def pullback(outputs: Sequence[Edge], inputs: Sequence[Tensor], vectors: Sequenc
 def _same(now: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
     pairs = zip(now, before, strict=False)
     return len(now) == len(before) and all(a.dtype == b.dtype and a.device == b.device and a.equal(b) for a, b in pairs)
+
+
+def _tensors(batch: Batch) -> Iterable[Tensor]:
+    """The tensors of a batch, whose inputs may be a dictionary."""
+    inputs: Any = batch[0]
+    return (*inputs.values(), batch[1]) if isinstance(inputs, dict) else batch
 
 
 def _address(tensor: Tensor) -> int:

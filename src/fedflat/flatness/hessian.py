@@ -13,6 +13,7 @@ from torch import Tensor
 from fedflat.flatness.graphs import KEPT_BYTES, Graphs
 from fedflat.flatness.lanczos import NotFiniteError, largest
 from fedflat.flatness.objective import Objective
+from fedflat.progress import track
 
 
 class Operator(Protocol):
@@ -138,7 +139,7 @@ def trace(hessian: Operator, probes: int = 30, seed: int = 0) -> Trace:
     """
     chance = torch.Generator().manual_seed(seed)
     samples = []
-    for _ in range(probes):
+    for _ in track(range(probes), "trace"):
         z = signs(hessian, chance)
         samples.append(float(z @ (hessian @ z).cpu()))
     spread = float(np.std(samples, ddof=1)) if probes > 1 else math.nan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from fedflat.flatness.matching import match as matching
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.symmetry import permuted
 from fedflat.local import Batch, Loss
+from fedflat.progress import track
 
 Floats = NDArray[np.float64]
 _FEWEST = 3  # a barrier needs a point between the ends
@@ -67,7 +68,6 @@ def interpolate(
     loss: Loss = cross_entropy,
     points: int = 25,
     match: bool = False,
-    progress: Callable[[], object] | None = None,
 ) -> Interpolation:
     """Evaluates the mean loss on the line between two models. Both stay unchanged.
 
@@ -79,7 +79,6 @@ def interpolate(
         points: number of evenly spaced α, the ends included.
         match: first reorder the hidden units of b to match a (Ainsworth et al. 2022). This does not change its
             function, but two models that were trained from different seeds order their units differently.
-        progress: called after each point.
 
     Raises:
         RecipeError: the models differ in their shapes or frozen weights, keep running statistics, or cannot be matched.
@@ -98,11 +97,9 @@ def interpolate(
     objective = Objective(copy.deepcopy(a), loss, data)
     start, end = objective.weights, _trained(b, objective)
     alphas, losses = np.linspace(0.0, 1.0, points), []
-    for alpha in alphas.tolist():
+    for alpha in track(alphas.tolist(), "interpolation"):
         with objective.at((1 - alpha) * start + alpha * end):
             losses.append(objective.value())
-        if progress:
-            progress()
     return Interpolation(alphas, np.array(losses), float((end - start).norm()), objective.samples, match)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedflat.errors import TrainingError
+from fedflat.progress import track
 
 if TYPE_CHECKING:
     from fedflat.flatness.hessian import Operator
@@ -49,7 +50,7 @@ def largest(operator: Operator, k: int, tolerance: float, seed: int) -> tuple[Te
     basis = torch.empty(room, size, dtype=dtype)
     projected = torch.zeros(room, room, dtype=torch.float64)
     vector, steps, least = torch.randn(size, generator=chance, dtype=dtype), 0, min(size, k + 1)
-    for _ in range(PRODUCTS):
+    for _ in track(range(PRODUCTS), "Lanczos", 0):
         basis[steps] = vector / vector.norm()
         image = (operator @ basis[steps]).cpu()
         if not image.isfinite().all():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -16,17 +16,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from fedflat.errors import RecipeError, RunError
+from fedflat.errors import RecipeError, RunError, nearest
 from fedflat.federation import load_npz
-from fedflat.flatness.hessian import Eigen
+from fedflat.flatness.door import of_model
+from fedflat.flatness.hessian import Eigen, Hessian, top_eigenvalues
 from fedflat.flatness.objective import Objective
+from fedflat.flatness.terrain import draw_landscape
+from fedflat.progress import track
+from fedflat.shown import Shown, framed
 
 Floats = NDArray[np.float64]
 _FEWEST = 3  # a curvature needs at least three points
 
 
-@dataclass(frozen=True, eq=False)
-class Landscape:
+Plane = Literal["eigen", "random"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Landscape(Shown):
     """The loss on a grid around the weights w.
 
     Attributes:
@@ -39,6 +46,8 @@ class Landscape:
     values: Floats
     centre: float
 
+    pictured: ClassVar[bool] = True
+
     @property
     def rise(self) -> float:
         """max f(w + …) − f(w) over the grid, the sharpness within its span; inf if the loss overflowed.
@@ -47,6 +56,23 @@ class Landscape:
         2.0
         """
         return float(np.nan_to_num(self.values, nan=math.inf, posinf=math.inf).max()) - self.centre
+
+    def caption(self) -> str:
+        kind, steps = ("curve", "plane")[len(self.axes) - 1], " × ".join([str(self.axes.shape[1])] * len(self.axes))
+        return f"Loss on a {kind} of {steps} points from {self.axes[0, 0]:g} to {self.axes[0, -1]:g}"
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{"loss at the centre": self.centre, "largest rise": self.rise}]
+
+    def table(self) -> Any:
+        """One row for each point: its steps along the directions, and the loss there."""
+        names = ("α", "β")[: len(self.axes)]
+        steps = product(*self.axes.tolist())
+        values = self.values.ravel().tolist()
+        return framed({**dict(zip(names, at, strict=True)), "loss": f} for at, f in zip(steps, values, strict=True))
+
+    def draw(self, axes: Any) -> None:
+        draw_landscape(axes, self)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the landscape as an .npz file. Raises `RunError` if that fails."""
@@ -84,21 +110,25 @@ def _is_real(array: NDArray[Any], shape: tuple[int, ...]) -> bool:
     return array.dtype == np.float64 and array.shape == shape
 
 
+@of_model
 def landscape(
     objective: Objective,
-    directions: Sequence[Tensor] | Tensor,
+    directions: Sequence[Tensor] | Tensor | str = "eigen",
     span: float = 1.0,
     points: int = 25,
-    progress: Callable[[], object] | None = None,
+    dimensions: int = 2,
+    seed: int = 0,
 ) -> Landscape:
     """Evaluates the mean loss on a line or a plane through the current weights, with forward passes only.
 
     Args:
-        objective: the mean loss; its module holds the weights w.
-        directions: one direction (a curve) or two (a surface), each a flat vector of the objective's size.
+        objective: the mean loss.
+        directions: `eigen` for the top eigenvectors of the Hessian, `random` for filter-normalised directions, or one
+            direction (a curve) or two (a surface), each a flat vector of the objective's size.
         span: the steps run from −span to span.
         points: number of steps along each direction. An odd number includes w itself.
-        progress: called after each point.
+        dimensions: 1 for a curve, 2 for a surface, if directions are not given as vectors.
+        seed: seed of the directions.
 
     Raises:
         RecipeError: an argument is out of range.
@@ -109,17 +139,17 @@ def landscape(
     ...     landscape(f, [torch.tensor([2.0])], points=5).values.tolist()
     [10.0, 2.5, 0.0, 2.5, 10.0]
     """
+    if isinstance(directions, str):
+        directions = plane_of(objective, directions, dimensions, seed)
     _check(objective, directions, span, points)
     home = objective.weights
     plane = [direction.to(home) for direction in directions]
     axis = span * (np.arange(1 - points, points, 2) / (points - 1))  # exactly 0 in the middle and ±span at the ends
     values = []
     with objective.at(home):
-        for steps in product(axis.tolist(), repeat=len(plane)):
+        for steps in track(product(axis.tolist(), repeat=len(plane)), "landscape", points ** len(plane)):
             objective.move(home, plane, steps)
             values.append(objective.value())
-            if progress:
-                progress()
     grid = np.array(values).reshape((points,) * len(plane))
     return Landscape(np.tile(axis, (len(plane), 1)), grid, objective.value())
 
@@ -137,6 +167,21 @@ def _check(objective: Objective, directions: Sequence[Tensor] | Tensor, span: fl
         raise RecipeError(f"landscape: span is {span}; it must be a positive number")
     if points < _FEWEST:
         raise RecipeError(f"landscape: points is {points}; it must be at least {_FEWEST}")
+
+
+def plane_of(objective: Objective, plane: str, dimensions: int = 2, seed: int = 0) -> Tensor:
+    """One or two directions of a named plane: the top eigenvectors (`eigen`) or filter-normalised ones (`random`).
+
+    Raises:
+        RecipeError: the plane is unknown, or `dimensions` is not 1 or 2.
+    """
+    if dimensions not in (1, 2):
+        raise RecipeError(f"landscape: dimensions is {dimensions}; it must be 1 for a curve or 2 for a surface")
+    if plane == "eigen":
+        return eigen_plane(top_eigenvalues(Hessian(objective), 2, seed=seed))[:dimensions]
+    if plane == "random":
+        return filter_normalised(objective, dimensions, seed, orthogonal=True)
+    raise RecipeError(f"landscape: there is no plane {plane!r}; {nearest(plane, get_args(Plane))}")
 
 
 def eigen_plane(eigen: Eigen) -> Tensor:

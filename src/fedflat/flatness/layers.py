@@ -15,6 +15,7 @@ from fedflat.flatness.hessian import Hessian, Trace, top_eigenvalues
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.spectrum import hutch_plus_plus, ritz
 from fedflat.local import Batch
+from fedflat.progress import track
 
 Layer = nn.Linear | nn.Conv2d
 
@@ -101,7 +102,7 @@ def layers(
     if min(k, steps) < 1:
         raise RecipeError(f"layers: k = {k} and steps = {steps} must be at least 1")
     found = []
-    for each in blocks(objective, steps, seed, bias):
+    for each in track(blocks(objective, steps, seed, bias), "layers"):
         block = Hessian(each.objective)
         top = top_eigenvalues(block, k, tolerance, seed).values.tolist()
         trace = hutch_plus_plus(block, products, seed)
@@ -112,7 +113,7 @@ def layers(
 def blocks(objective: Objective, steps: int = 12, seed: int = 0, bias: bool = True) -> list[Block]:
     """The layers of an objective, as `layers` measures them."""
     found = []
-    for name, modules in _sharing(objective).items():
+    for name, modules in track(_sharing(objective).items(), "inputs of the layers"):
         biases = _biases(objective, modules) if bias else []
         activity = _activity(objective, modules, bool(biases), steps, seed)
         if activity is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,7 +102,6 @@ def surface(
     plane: Plane,
     around: Tensor,
     points: int = 25,
-    progress: Callable[[], object] | None = None,
 ) -> Landscape:
     """The mean loss over the part of a plane that holds some points, with a margin.
 
@@ -112,7 +110,6 @@ def surface(
         plane: the plane.
         around: the coordinates (x, y) of the points to cover, one pair in each row.
         points: number of grid points along each axis.
-        progress: called after each point.
 
     Returns:
         The landscape in the coordinates of the plane; its centre is f at the plane's origin.
@@ -122,7 +119,7 @@ def surface(
     half = torch.clamp((high - low) / 2, min=float((high - low).max()) / 6) * (1 + 2 * MARGIN)
     middle = (low + high) / 2
     with objective.at(plane.at(middle)):
-        grid = landscape(objective, [*(half[:, None] * plane.axes)], 1.0, points, progress)
+        grid = landscape(objective, [*(half[:, None] * plane.axes)], 1.0, points)
     with objective.at(plane.origin):
         centre = objective.value()
     return Landscape(middle.numpy()[:, None] + half.numpy()[:, None] * grid.axes, grid.values, centre)

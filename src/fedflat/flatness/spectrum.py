@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedflat.errors import RecipeError
 from fedflat.flatness.hessian import Operator, Trace, signs
+from fedflat.progress import track
 
 
 def hutch_plus_plus(operator: Operator, products: int = 30, seed: int = 0) -> Trace:
@@ -136,7 +137,7 @@ def quadrature(operator: Operator, start: Tensor, steps: int) -> tuple[Tensor, T
     basis[0] = start / start.norm()
     alphas: list[float] = []
     betas: list[float] = []
-    for step in range(steps):
+    for step in track(range(steps), "Lanczos steps"):
         w = operator @ basis[step]
         alphas.append(float(w @ basis[step]))
         for _ in range(2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -119,7 +119,6 @@ def trajectory(
     models: Tensor,
     local: LocalRound | None = None,
     points: int = 25,
-    progress: Callable[[], object] | None = None,
 ) -> Trajectory:
     """Projects the models of a run into a plane and evaluates the mean loss over it.
 
@@ -130,7 +129,6 @@ def trajectory(
         models: the global models, one in each row.
         local: a round whose client models are shown too.
         points: number of grid points along each axis of the surface.
-        progress: called after each point of the surface.
     """
     losses = []
     for model in models:
@@ -152,5 +150,5 @@ def trajectory(
         clients_path=scattered.numpy(),
         clients_off=plane.distances(theirs).numpy(),
         ends=ends.double().numpy(),
-        surface=surface(objective, plane, seen, points, progress),
+        surface=surface(objective, plane, seen, points),
     )

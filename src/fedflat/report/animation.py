@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedflat.drawing import new_figure
 from fedflat.errors import RecipeError, RunError
-from fedflat.flatness import Film, Landscape
-from fedflat.report.picture import new_figure
-from fedflat.report.terrain import Scale, check_comparable, draw_surface, steep
+from fedflat.flatness import Film, Landscape, Scale, check_comparable, draw_surface, steep
 
 SPEED, DPI = 3, 90  # frames per second, pixels per inch
 

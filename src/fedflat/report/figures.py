@@ -13,11 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedflat.flatness import Direction, Duality, Film, Landscape, LayerFlatness, Trajectory
-from fedflat.report.dual import binned, correlations
+from fedflat.flatness import (
+    Direction,
+    Duality,
+    Film,
+    Landscape,
+    LayerFlatness,
+    Trajectory,
+    binned,
+    correlations,
+    steep,
+)
 from fedflat.report.flatness_table import PAIRINGS
 from fedflat.report.lines import Band, Line, thinned
-from fedflat.report.terrain import steep
 
 Figure = dict[str, Any]
 

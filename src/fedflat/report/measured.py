@@ -21,7 +21,7 @@ from fedflat.flatness import (
     Landscape,
     Portion,
     Trajectory,
-    duality,
+    decompose,
     eigen_plane,
     landscape,
     layers_of,
@@ -71,7 +71,7 @@ def _duality(problem: Problem) -> Duality | None:
     inputs, labels = zip(*Portion(TWINS).batches(federation, range(federation.clients)), strict=True)
     train, test = (torch.cat(inputs), torch.cat(labels)), federation.held_out("test", 0, federation.size("test"))
     try:
-        return duality(module, problem.loss, train, test, linear[-1], k=50, limit=PAIRS, samples=SAMPLES)
+        return decompose(module, problem.loss, train, test, linear[-1], k=50, limit=PAIRS, samples=SAMPLES)
     except FedflatError:
         return None
 

@@ -1,4 +1,4 @@
-"""Figures with matplotlib, which the extra `fedflat[plot]` installs."""
+"""Figures of splits, curves over the rounds, and bars."""
 
 from __future__ import annotations
 
@@ -8,22 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedflat.errors import RecipeError, RunError
-
-
-def new_figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RecipeError("drawing needs matplotlib: pip install 'fedflat[plot]'") from None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path}: the figure cannot be written ({error})") from None
+from fedflat.drawing import new_figure, save_figure
 
 
 def draw_split(counts: Sequence[Sequence[int]], path: Path, title: str = "") -> None:

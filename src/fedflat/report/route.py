@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fedflat.flatness import Interpolation, Trajectory
-from fedflat.report.picture import new_figure, save_figure
-from fedflat.report.terrain import LINES, Scale, draw_map
+from fedflat.drawing import COLOURS, new_figure, save_figure
+from fedflat.flatness import Interpolation, Scale, Trajectory, draw_map
 
 
 def draw_paths(found: Mapping[str, Interpolation], ends: tuple[str, str], path: Path) -> None:
@@ -23,7 +22,7 @@ def draw_paths(found: Mapping[str, Interpolation], ends: tuple[str, str], path: 
     """
     figure = new_figure(7, 4)
     axes = figure.subplots()
-    for colour, (name, each) in zip(LINES, found.items(), strict=False):
+    for colour, (name, each) in zip(COLOURS, found.items(), strict=False):
         shown = np.where(np.isfinite(each.losses), each.losses, np.nan)
         axes.plot(each.alphas, shown, color=colour, label=f"{name}: barrier {each.barrier:.3g}")
         axes.plot([0, 1], each.losses[[0, -1]], color=colour, linestyle=":", linewidth=1)
@@ -68,7 +67,7 @@ def _draw_rounds(axes: Any, found: Trajectory) -> None:
 def _draw_clients(axes: Any, found: Trajectory) -> None:
     start, average = found.ends
     for point in found.clients_path:
-        axes.plot(*np.stack([start, point]).T, color=LINES[1], linewidth=0.8, alpha=0.8)
+        axes.plot(*np.stack([start, point]).T, color=COLOURS[1], linewidth=0.8, alpha=0.8)
     told = f"clients, round {found.local_round}"
-    axes.plot(*found.clients_path.T, "^", color=LINES[1], markeredgecolor="black", markersize=6, label=told)
-    axes.plot(*average, "*", color=LINES[3], markeredgecolor="black", markersize=13, label="their average")
+    axes.plot(*found.clients_path.T, "^", color=COLOURS[1], markeredgecolor="black", markersize=6, label=told)
+    axes.plot(*average, "*", color=COLOURS[3], markeredgecolor="black", markersize=13, label="their average")

@@ -2,10 +2,11 @@
 
 from fedflat.runs.build import assemble, augmentation, gather, load_run, sharpness_portion
 from fedflat.runs.checkpoint import checkpoint_rounds
-from fedflat.runs.experiment import Result, execute, summary, train
+from fedflat.runs.experiment import execute, train
 from fedflat.runs.folder import Record, private_directory, read_recipe, read_whole, write_whole, written_to
 from fedflat.runs.lock import RunLock
 from fedflat.runs.record import read_record
+from fedflat.runs.result import Result, summary
 from fedflat.runs.rewind import go_back
 from fedflat.runs.signals import CAUGHT
 from fedflat.runs.sweep.overrides import flattened, spelled

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -20,7 +19,7 @@ from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, 
 from fedflat.federation import Federation
 from fedflat.local import Loss
 from fedflat.methods import Method, Part, Written, parse, spell
-from fedflat.models import own_output
+from fedflat.progress import progress
 from fedflat.recipe import Recipe, validated
 from fedflat.rounds import (
     Engine,
@@ -31,7 +30,6 @@ from fedflat.rounds import (
     conduct,
     draw_cohort,
     first_state,
-    flat_record,
     gradient_norm,
     ledger_of,
     margin_loss,
@@ -39,8 +37,9 @@ from fedflat.rounds import (
 )
 from fedflat.runs.build import assemble, in_full, sharpness_portion, show, start_engine
 from fedflat.runs.checkpoint import Checkpoints
-from fedflat.runs.folder import Record, RunFolder, parameters
+from fedflat.runs.folder import Record, RunFolder
 from fedflat.runs.lock import RunLock
+from fedflat.runs.result import Result, stopped, summary
 from fedflat.runs.rewind import recalled
 from fedflat.runs.signals import LastRound
 from fedflat.runs.trackers import Trackers, check_trackers
@@ -48,35 +47,6 @@ from fedflat.tasks import Task, find_task
 
 Callback = Callable[[Record], None]
 StartEngine = Callable[[Problem, ServerState], Engine]
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished run: its recipe, one record for each round, and the global model."""
-
-    recipe: Recipe
-    history: list[Record]
-    model: nn.Module
-    directory: Path | None = None
-
-    def curve(self, name: str) -> list[tuple[int, float]]:
-        """Return (round, value) of a metric, for the rounds that have it."""
-        flat = map(flat_record, self.history)
-        return [(record["round"], record[name]) for record in flat if record.get(name) is not None]
-
-    @property
-    def accuracy(self) -> float:
-        """The accuracy after the last evaluated round; NaN if labels are not classes."""
-        return self.last("accuracy")
-
-    def last(self, name: str | None = None) -> float:
-        """Return a metric after the last evaluated round, by default the one that tables follow; NaN without one."""
-        curve = self.curve(name or self.recipe.metric)
-        return curve[-1][1] if curve else math.nan
-
-    @property
-    def summary(self) -> Record:
-        return summary(self.history, self.recipe) | parameters(self.model)
 
 
 def train(
@@ -126,7 +96,13 @@ def train(
     task = task if isinstance(task, Task) else find_task(task or federation.dataset.task)
     task = task.with_loss(loss) if loss else task
     problem = assemble(recipe, federation, model if isinstance(model, nn.Module) else None, parse(method), task)
-    return execute(problem, Path(out) if out else None, callbacks, resume)
+    with progress("training", recipe.server.rounds) as bar:
+        told = [*callbacks, lambda record: bar.reach(record["round"], _note(record, recipe.metric))]
+        return execute(problem, Path(out) if out else None, told, resume)
+
+
+def _note(record: Record, metric: str) -> str:
+    return f"{metric} {record[metric]:.4f}" if record.get(metric) is not None else ""
 
 
 def _sections(settings: dict[str, Any]) -> Record:
@@ -191,7 +167,7 @@ def execute(
                 state = now
                 _tell(record, history, callbacks)
         show(problem, state)
-        return Result(recipe, history, own_output(problem.network.module))
+        return Result.of(problem, history)
     completed = partial(in_full, federation=problem.federation, group=problem.group)
     with RunFolder(directory, recipe, resume, completed, lock, back_to) as folder, LastRound() as signals:
         state, history = _train_in(folder, problem, callbacks, signals, warn, start, back_to)
@@ -199,7 +175,7 @@ def execute(
         folder.finish(problem.network, {**summary(history, recipe), "rounds": state.round})
         if signals.came:  # in the last round: this run is complete, but others may be waiting
             raise StoppedError(f"stopped; the run in {directory} is complete", signals.came)
-    return Result(recipe, history, own_output(problem.network.module), directory)
+    return Result.of(problem, history, directory)
 
 
 def _train_in(
@@ -293,12 +269,6 @@ def complete(recipe: Recipe, round: int, history: Sequence[Record]) -> bool:
     return round >= recipe.server.rounds or stopped(recipe, history)
 
 
-def stopped(recipe: Recipe, history: Sequence[Record]) -> bool:
-    """Return whether the mean training loss after the last round is below `server.stop_loss`."""
-    loss = history[-1].get("train_loss") if history else None
-    return recipe.server.stop_loss is not None and loss is not None and loss < recipe.server.stop_loss
-
-
 def _record(state: ServerState, report: RoundReport) -> Record:
     notes = {name: _number(value) for name, value in report.notes.items()}
     refused = [{"client": r.client, "reason": r.reason, "detail": r.detail} for r in report.refused]
@@ -342,35 +312,3 @@ def _sharpness(problem: Problem, state: ServerState, engine: Engine) -> Record:
 def _number(value: float) -> float | None:
     """Replace NaN, which JSON lacks."""
     return value if math.isfinite(value) else None
-
-
-def summary(history: Sequence[Record], recipe: Recipe) -> Record:
-    """Summarize a run in a few numbers; each name says which value of which metric it is."""
-    metric = recipe.metric
-    found = [(r[metric], r["round"]) for r in history if r.get(metric) is not None]
-    result: Record = {"method": recipe.method, "rounds": history[-1]["round"] if history else 0, "seed": recipe.seed}
-    if found:
-        values = [value for value, _ in found]
-        best = max(found, key=lambda entry: (recipe.rank(entry[0]), -entry[1]))
-        result |= {
-            f"{metric}_last": values[-1],
-            f"{metric}_best": best[0],
-            f"{metric}_best_round": best[1],
-            f"{metric}_mean_of_last_10": sum(values[-10:]) / len(values[-10:]),
-            "loss_last": next(r["loss"] for r in reversed(history) if "loss" in r),
-        }
-        if recipe.evaluation.target is not None:
-            goal = recipe.rank(recipe.evaluation.target)
-            reached = (round for value, round in found if recipe.rank(value) >= goal)
-            result |= {"target": recipe.evaluation.target, "rounds_to_target": next(reached, None)}
-    if recipe.server.stop_loss is not None:
-        losses = [r["train_loss"] for r in history if "train_loss" in r]
-        result |= {"train_loss_last": losses[-1] if losses else None, "stop_loss": recipe.server.stop_loss}
-        result["stopped"] = stopped(recipe, history)
-    if history and "epsilon" in history[-1]:
-        result["epsilon"] = history[-1]["epsilon"]
-    refused = Counter(each["reason"] for record in history for each in record.get("refused", ()))
-    if refused:
-        result["refused"] = dict(refused)
-    totals = {name: sum(record[name] for record in history) for name in ("bytes_down", "bytes_up", "seconds")}
-    return result | totals

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fedflat.errors import RecipeError, RunError
+from fedflat.flatness import terrain
 from fedflat.flatness.landscape import Landscape
-from fedflat.report import terrain
-from fedflat.report.terrain import draw_landscapes
+from fedflat.flatness.terrain import draw_landscapes
 
 
 def bowl(curvature, floor=0.1, dimensions=2, span=1.0, points=9):

@@ -1,27 +1,41 @@
-"""Figure of the eigenvalue density of the Hessian."""
+"""Figures of the spectrum of the Hessian: its largest eigenvalues, and the density of all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fedflat.flatness import Density
-from fedflat.report.dual import COLOURS, STYLES
-from fedflat.report.picture import new_figure, save_figure
+from fedflat.drawing import COLOURS, STYLES, new_figure, save_figure
+from fedflat.flatness.spectrum import Density
 
 FLOOR = 1e-10  # fraction of the highest density; lower values are tails of broadened peaks and not eigenvalues
 
 
 def draw_density(densities: Mapping[str, Density], path: Path) -> None:
+    """Draws φ(t) of each run into a file."""
+    figure = new_figure(7, 4)
+    draw_densities(figure.subplots(), densities)
+    save_figure(figure, path)
+
+
+def draw_eigenvalues(axes: Any, values: Sequence[float], residuals: Sequence[float]) -> None:
+    """Draws the largest eigenvalues as bars, with their residuals as error bars."""
+    places = range(1, len(values) + 1)
+    axes.bar(places, values, yerr=residuals, capsize=3, color=COLOURS[0], width=0.6)
+    axes.set(xlabel="$n$", ylabel=r"eigenvalue $\lambda_n$ of the Hessian", xticks=list(places))
+    axes.axhline(0, color="0.5", linewidth=0.8)
+    axes.grid(alpha=0.3, axis="y")
+
+
+def draw_densities(axes: Any, densities: Mapping[str, Density]) -> None:
     """Draws φ(t) of each run on a logarithmic scale, with each peak broadened by a hundredth of the range."""
     nodes = torch.cat([node for density in densities.values() for node in density.nodes])
     low, high = float(nodes.min()), float(nodes.max())
     width = max((high - low) / 100, 1e-9)
     grid = torch.linspace(low - 4 * width, high + 4 * width, 1000)
-    figure = new_figure(7, 4)
-    axes = figure.subplots()
     top = 0.0
     for place, (name, density) in enumerate(densities.items()):
         values = density.on(grid, width)
@@ -31,5 +45,5 @@ def draw_density(densities: Mapping[str, Density], path: Path) -> None:
     axes.set(xlabel="eigenvalue $t$ of the Hessian", ylabel=r"density $\varphi(t)$", yscale="log")
     axes.set_ylim(max(top * FLOOR, 1e-300), top * 3)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    save_figure(figure, path)
+    if any(densities):
+        axes.legend(frameon=False)

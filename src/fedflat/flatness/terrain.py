@@ -6,19 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedflat.drawing import COLOURS, new_figure, save_figure
 from fedflat.errors import RecipeError
-from fedflat.flatness import Landscape
-from fedflat.report.picture import new_figure, save_figure
+
+if TYPE_CHECKING:  # landscape.py draws with this module
+    from fedflat.flatness.landscape import Landscape
 
 Floats = NDArray[np.float64]
 
-# The colour-blind safe palette of Okabe and Ito, without its yellow.
-LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MAP = "viridis"
 STEEP = 40
 _DECADES = 1.5  # losses that span more decades are drawn on a logarithmic scale
@@ -42,6 +42,21 @@ def draw_landscapes(landscapes: Mapping[str, Landscape], path: Path) -> None:
         _draw_curves(landscapes, path)
     else:
         _draw_planes(landscapes, path)
+
+
+def draw_landscape(axes: Any, each: Landscape) -> None:
+    """Draws one landscape on given axes: a curve, filled contours, or a surface on axes with three dimensions."""
+    found = {"": each}
+    check_comparable(found)
+    scale = Scale.of(found)
+    if len(each.axes) == 1:
+        _draw_lines(axes, found, scale)
+    elif axes.name == "3d":
+        draw_surface(axes, each, scale)
+    else:
+        heights, labels = scale.ticks()
+        axes.figure.colorbar(draw_map(axes, each, scale), ax=axes, label="loss").set_ticks(heights, labels=labels)
+    axes.set_title(caption("", each).strip())
 
 
 def check_comparable(landscapes: Mapping[str, Landscape]) -> None:
@@ -128,16 +143,19 @@ def caption(name: str, each: Landscape) -> str:
 def _draw_curves(landscapes: Mapping[str, Landscape], path: Path) -> None:
     figure = new_figure(7, 4.2)
     axes = figure.subplots()
-    scale = Scale.of(landscapes)
+    _draw_lines(axes, landscapes, Scale.of(landscapes))
+    axes.legend(frameon=False, fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
+    save_figure(figure, path)
+
+
+def _draw_lines(axes: Any, landscapes: Mapping[str, Landscape], scale: Scale) -> None:
     for k, (name, each) in enumerate(landscapes.items()):
-        style = dict(color=LINES[k % len(LINES)], linestyle=("-", "--", ":")[k // len(LINES) % 3])
+        style = dict(color=COLOURS[k % len(COLOURS)], linestyle=("-", "--", ":")[k // len(COLOURS) % 3])
         axes.plot(each.axes[0], scale.heights(each.values), label=caption(name, each), **style)
     axes.axvline(0, color="0.6", linewidth=0.8, linestyle=":")
     axes.set(xlabel="step α along the direction", ylabel="loss")
     axes.set_yticks(*scale.ticks())
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
-    save_figure(figure, path)
 
 
 def _draw_planes(landscapes: Mapping[str, Landscape], path: Path) -> None:

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from fedflat.drawing import COLOURS
 from fedflat.errors import RunError
-from fedflat.flatness import Duality, Pairing
-from fedflat.report import dual
-from fedflat.report.dual import COLOURS, binned, correlations, draw_duality
+from fedflat.flatness import Duality, Pairing, dual
+from fedflat.flatness.dual import binned, correlations, draw_duality
 from fedflat.report.flatness_table import duality_columns
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from fedflat.drawing import COLOURS, new_figure, save_figure
 from fedflat.errors import RunError
-from fedflat.flatness import Direction, Duality, Pairing
-from fedflat.report.picture import new_figure, save_figure
+from fedflat.flatness.pairing import Direction
 
-# The colour-blind safe palette of Okabe and Ito, without its yellow, which is faint on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = ("-", "--", "-.", ":")
+if TYPE_CHECKING:  # duality.py draws with this module
+    from fedflat.flatness.duality import Duality, Pairing
+
 Style = Literal["-", "--"]
 PAIRINGS: dict[Direction, tuple[Style, str]] = {
     "train_to_test": ("-", "training sample → nearest test sample (paper)"),
@@ -59,6 +59,18 @@ def draw_duality(results: Mapping[str, Duality], path: Path) -> None:
     _draw_sums(gap, results)
     _legend(figure, results)
     save_figure(figure, path)
+
+
+def draw_gap(axes: Any, each: Duality) -> None:
+    """Draws the gap of the pairs that the first n directions carry, Σ_{m ≤ n} ℓ_m, for both pairings."""
+    for k, (direction, found) in enumerate(each.pairings.items()):
+        style, label = PAIRINGS[direction]
+        carried = np.cumsum(found.contribution)
+        axes.plot(np.arange(1, len(carried) + 1), carried, color=COLOURS[k], linestyle=style, label=label)
+    axes.axhline(each.gap, color="black", linewidth=1, label="gap: test − training loss")
+    axes.set(xscale="log", xlabel="direction $n$, by descending curvature", ylabel=r"$\Sigma\,\ell_n$")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
 
 
 TITLES = (

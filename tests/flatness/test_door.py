@@ -1,0 +1,285 @@
+"""Any module, data and loss: the numbers of an objective, one sentence for a mistake, and the module given back."""
+
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, jvp
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+from fedflat import flatness
+from fedflat.errors import DataError, FedflatError, RecipeError, TrainingError
+from fedflat.flatness import Objective, batches_of, look, objective_of
+from fedflat.flatness.borrowed import borrowed
+
+chance = torch.Generator().manual_seed(0)
+X = torch.randn(24, 5, generator=chance, dtype=torch.float64)
+Y = torch.arange(24) % 3
+
+
+def network():
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(Y)
+
+    def __getitem__(self, k):
+        return {"features": X[k].numpy(), "label": int(Y[k])}
+
+
+FORMS = {
+    "tensors": (X, Y),
+    "list of two tensors": [X, Y],
+    "numpy": (X.numpy(), Y.numpy()),
+    "numpy in int32": (X.numpy(), Y.numpy().astype(np.int32)),
+    "batches": [(X[:7], Y[:7]), (X[7:], Y[7:])],
+    "one batch": [(X, Y)],
+    "generator": ((X[k : k + 6], Y[k : k + 6]) for k in range(0, 24, 6)),
+    "dataset": TensorDataset(X, Y),
+    "loader": DataLoader(TensorDataset(X, Y), batch_size=9),
+    "shuffled loader": DataLoader(TensorDataset(X, Y), batch_size=9, shuffle=True),
+    "own sampler": DataLoader(TensorDataset(X, Y), batch_size=9, sampler=SubsetRandomSampler(range(24))),
+    "single samples": [(x, int(y)) for x, y in zip(X, Y, strict=True)],
+    "dictionary": {"x": X, "y": Y},
+    "batches of dictionaries": [{"pixel_values": X[:9], "labels": Y[:9]}, {"pixel_values": X[9:], "labels": Y[9:]}],
+    "dataset of dictionaries": Rows(),
+    "classes between weights and texts": [(X, torch.ones(24), Y, ["a"] * 24)],
+}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    f = Objective(network(), F.cross_entropy, [(X, Y)])
+    v = torch.linspace(-1, 1, f.size, dtype=torch.float64)
+    return f.value(), f.gradient(), f.product(v), v
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_data_gives_the_numbers_of_the_objective(form, expected):
+    value, gradient, product, v = expected
+    with objective_of(network(), FORMS[form]) as f:
+        assert f.samples == 24
+        assert f.value() == pytest.approx(value, rel=1e-12)
+        torch.testing.assert_close(f.gradient(), gradient, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(f.product(v), product, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.CrossEntropyLoss(reduction="none"),
+        lambda z, y: F.cross_entropy(z, y, reduction="sum"),
+    ],
+    ids=["sum", "none", "a function that sums"],
+)
+def test_a_sum_over_the_samples_becomes_their_mean(loss, expected):
+    with objective_of(network(), (X, Y), loss, batch=7) as f:
+        assert f.value() == pytest.approx(expected[0], rel=1e-12)
+        torch.testing.assert_close(f.product(expected[3]), expected[2], rtol=1e-11, atol=1e-13)
+
+
+def test_a_loss_that_is_neither_is_refused():
+    with (
+        pytest.raises(DataError, match="the same samples twice give 4 × the loss"),
+        objective_of(network(), (X, Y), lambda z, y: z.sum().square()),
+    ):
+        pass
+
+
+def test_real_labels_get_the_squared_error():
+    targets = torch.randn(24, 3, generator=chance, dtype=torch.float64)
+    with objective_of(network(), (X, targets.float())) as f:
+        assert f.value() == pytest.approx(float(F.mse_loss(network()(X).detach(), targets)), rel=1e-6)
+
+
+def test_samples_are_drawn_with_the_seed_whatever_the_order_of_the_loader():
+    seen = []
+    for seed in (0, 0, 1):
+        loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
+        seen.append(torch.cat([x for x, _ in batches_of(loader, samples=10, seed=seed)]))
+    assert len(seen[0]) == 10 and torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
+    assert sum(len(y) for _, y in batches_of([(X[:7], Y[:7]), (X[7:], Y[7:])], samples=10)) == 10
+
+
+def test_the_samples_of_a_federation_are_those_of_its_portion(digits):
+    here, there = batches_of(digits, 100, seed=3), flatness.Portion(100, 3).batches(digits, range(digits.clients))
+    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(here, there, strict=True))
+
+
+MISTAKES = {
+    "an empty list": [],
+    "an empty loader": DataLoader(TensorDataset(X[:0], Y[:0])),
+    "nothing": None,
+    "inputs alone": X,
+    "a text": "data.csv",
+    "different lengths": (X, Y[:5]),
+    "an unclear tuple": [(X, Y, torch.arange(24))],
+    "a mask that would be lost": [(X, torch.ones(24, 5), Y)],
+    "a dictionary without labels": [{"x": X, "z": Y}],
+    "two kinds of labels": [{"x": X, "y": Y, "label": Y}],
+    "labels beyond the classes": (X, Y + 7),
+    "another number of features": (X[:, :4], Y),
+    "labels in two dimensions": (X, Y[:, None].repeat(1, 2)),
+    "texts": [(["a"] * 24, Y)],
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_data_is_one_sentence(mistake):
+    model = network().train()
+    with pytest.raises(DataError) as error:
+        look(model, MISTAKES[mistake])
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    assert model.training
+
+
+def test_collate_says_what_is_what():
+    with objective_of(network(), [(X, Y, torch.arange(24))], collate=lambda b: (b[0], b[1])) as f:
+        assert f.samples == 24
+    with pytest.raises(DataError, match=r"collate must return \(inputs, labels\)"):
+        batches_of([(X, Y)], collate=lambda b: b[0])
+
+
+def test_weights_that_are_not_finite_and_wrong_models_are_named():
+    broken = network()
+    with torch.no_grad():
+        broken[0].weight[0, 0] = float("nan")
+    for function in (look, flatness.spectrum, flatness.landscape, flatness.sharpness):
+        with pytest.raises(TrainingError, match=r"0\.weight has values that are not finite"):
+            function(broken, (X, Y))
+    with pytest.raises(TrainingError, match="not finite"):
+        flatness.duality(broken, (X, Y), (X, Y))
+    with pytest.raises(TrainingError, match="not finite"):
+        flatness.compare([broken], (X, Y))
+    with pytest.raises(TrainingError, match="samples have values"):
+        look(network(), (X / 0, Y))
+    with pytest.raises(RecipeError, match="model is a dict"):
+        look({}, (X, Y))
+    with pytest.raises(RecipeError, match="no parameter requires a gradient"):
+        look(network().requires_grad_(False), (X, Y))
+
+    class Random(nn.Linear):
+        def forward(self, x):
+            return F.dropout(super().forward(x))
+
+    with pytest.raises(TrainingError, match="two passes differ"):
+        look(Random(5, 3).double(), (X, Y))
+
+
+class Counting(nn.Module):
+    """Counts its passes in a buffer, also in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)).double()
+        self.body[2].eval()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes += 1
+        return self.body(x)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_module_is_given_back_as_it_was(fails):
+    model = Counting()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    flags = [part.training for part in model.modules()]
+    calls = []
+
+    def loss(z, y):
+        calls.append(1)
+        if fails and len(calls) > 30:
+            raise KeyboardInterrupt
+        return F.cross_entropy(z, y)
+
+    if fails:
+        with pytest.raises(KeyboardInterrupt):
+            flatness.landscape(model, (X, Y), loss, directions="random", points=9)
+    else:
+        look(model, (X, Y), loss, k=1, probes=3)
+    assert [part.training for part in model.modules()] == flags
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Tagged(nn.Module):
+    """A classifier in the style of Hugging Face: inputs by name, a record with logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, pixel_values, mask=None):
+        return SimpleNamespace(logits=self.net(pixel_values if mask is None else pixel_values * mask))
+
+
+def test_named_inputs_and_a_record_with_logits():
+    mask = (torch.arange(5) != 2).double().expand(24, 5)
+    with objective_of(Tagged(), [{"pixel_values": X, "mask": mask, "labels": Y, "name": ["a"] * 24}]) as f:
+        here, v = f.product(torch.ones(f.size)), torch.ones(f.size)
+    plain = Objective(network(), F.cross_entropy, [(X * mask, Y)])
+    torch.testing.assert_close(here, plain.product(v), rtol=1e-11, atol=1e-13)
+    found = look(Tagged(), [{"pixel_values": X, "mask": mask, "labels": Y}], k=1, probes=3, by_layer=True)
+    assert [layer.name for layer in found.layers] == ["net.0", "net.2"]
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.3, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x).mean(dim=1))
+
+
+def test_attention_against_a_dense_hessian():
+    torch.manual_seed(0)
+    model, x, y = Encoder().double(), torch.randn(6, 3, 4, dtype=torch.float64), torch.arange(6) % 3
+    model.eval()
+    names, shapes = zip(*[(n, p.shape) for n, p in model.named_parameters()], strict=True)
+    w = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def f(flat):
+        parts = flat.split([shape.numel() for shape in shapes])
+        named = {n: part.view(shape) for n, part, shape in zip(names, parts, shapes, strict=True)}
+        return F.cross_entropy(functional_call(model, named, (x,)), y)
+
+    with borrowed(model):
+        # Column by column: torch.func.hessian, which uses vmap, is wrong for the weights of LayerNorm in torch 2.13.
+        dense = torch.stack([jvp(grad(f), (w,), (unit,))[1] for unit in torch.eye(len(w), dtype=w.dtype)])
+        h = 1e-5 * torch.ones_like(w)
+        difference = (grad(f)(w + h) - grad(f)(w - h)) / 2e-5
+    torch.testing.assert_close(dense.sum(dim=1), difference, rtol=1e-6, atol=1e-8)
+    model.train()
+    with objective_of(model, (x, y)) as objective:
+        v = torch.linspace(-1, 1, objective.size, dtype=torch.float64)
+        torch.testing.assert_close(objective.product(v), dense @ v, rtol=1e-9, atol=1e-12)
+    found = look(model, (x, y), k=2, probes=3, by_layer=True)
+    top = torch.linalg.eigvalsh(dense).flip(0)[:2].tolist()
+    assert found.spectrum.eigenvalues == pytest.approx(top, rel=1e-3)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("name", ["look", "spectrum", "landscape", "sharpness"])
+def test_help_shows_model_data_and_every_option(name):
+    function = getattr(flatness, name)
+    first, *others = inspect.signature(function).parameters
+    assert [first, *others[:5]] == ["model", "data", "loss", "samples", "batch", "collate"] and "seed" in others
+    assert "data: a pair of tensors" in function.__doc__
+
+
+def test_an_unknown_plane_is_answered_with_the_known_ones():
+    with pytest.raises(FedflatError, match="did you mean eigen"):
+        flatness.landscape(network(), (X, Y), directions="eigem")
