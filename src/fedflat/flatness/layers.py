@@ -13,7 +13,7 @@ from torch.func import functional_call
 from fedflat.errors import RecipeError
 from fedflat.flatness.hessian import Hessian, top_eigenvalues
 from fedflat.flatness.krylov import certified
-from fedflat.flatness.objective import Objective
+from fedflat.flatness.objective import Objective, batch_layer
 from fedflat.flatness.traces import Trace, trace
 from fedflat.local import Batch
 
@@ -36,8 +36,9 @@ class Activity:
     singular value decomposition for each sample.
 
     The bound assumes that the loss is a mean over the samples and that samples do not influence each other in
-    evaluation mode. It is None if the first axis of the layer's output does not count samples, or if a forward pass
-    uses the weight several times.
+    evaluation mode. It is None if the first axis of the layer's output does not count samples, if a forward pass uses
+    the weight several times, or if a layer normalises with the statistics of the batch. Each λ⁺ is an upper bound that
+    holds with probability 1 − 10⁻⁶ where Lanczos stops early (`krylov.certified`).
     """
 
     norm: float  # E‖a‖², without the 1 of the bias
@@ -155,7 +156,7 @@ def _activity(objective: Objective, modules: Sequence[Layer], bias: bool, steps:
         last = last and seen.last
         if len(reaches) == 1 and len(seen.shifts[0]) == len(batch[1]):
             bounds.append(float(reaches[0] @ _curvature(seen.loss, seen.shifts[0], steps, chance)))
-    holds = len(bounds) == len(objective.batches)
+    holds = len(bounds) == len(objective.batches) and batch_layer(objective.module) is None
     total = objective.samples
     return Activity(norm / total, norm / units, patches / total, sum(bounds) / total if holds else None, last)
 

@@ -10,6 +10,7 @@ from typing import Any
 from fedflat.flatness import Landscape
 from fedflat.report import figures
 from fedflat.report.flatness_table import duality_columns, flatness_cells
+from fedflat.report.geometry_table import locality_cells
 from fedflat.report.lines import Band, Line, differing
 from fedflat.report.markup import Canvas, Section, copied, fold, form_button, grid, heading, paragraph, section, table
 from fedflat.report.measured import Measured
@@ -27,6 +28,9 @@ CURVES = {
     "margin": ("Margin loss on the training samples", "share within γ", False),
     "local_sharpness": ("Sharpness of the clients' losses at their own models", "mean rise within ρ", True),
     "averaged_sharpness": ("Sharpness of the clients' losses at the global model", "mean rise within ρ", True),
+    "local_lambda1": ("Curvature of the clients' losses at their own models", "mean λ₁", True),
+    "averaged_lambda1": ("Curvature of the clients' losses at the global model", "mean λ₁", True),
+    "flatness_distance": ("Flatness distance", "mean ‖wᵢ − w‖ to the new global model", True),
     "lambda1": ("Sharpness during training", "λ₁ of the Hessian", False),
     "epsilon": ("Privacy spent", "ε", False),
 }
@@ -207,7 +211,6 @@ def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
         return None
     columns = {content.name(place): flatness_cells(each.row()) for place, each in content.measured.items()}
     by_layer = {content.name(k): (k, each.flatness.layers) for k, each in content.measured.items()}
-    samples = next(iter(content.measured.values())).flatness.samples
     plots = (
         canvas.plot(figures.layers(by_layer, quantity, axis), title, "layer by layer, for each line")
         for quantity, axis, title in (
@@ -215,8 +218,10 @@ def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
             ("curvature", "λ₁ of the layer's block", "Curvature of the layer's weights"),
         )
     )
-    note = f"The first seed of each line; mean loss over {samples} training samples in evaluation mode."
-    return section("flatness", "Flatness of the minima", note, _beside("Flatness", columns), grid(plots))
+    note = "The first seed of each line; mean loss over training samples in evaluation mode. Intervals are of 95 %."
+    local = {content.name(k): locality_cells(each.locality) for k, each in content.measured.items() if each.locality}
+    against = _beside("Local against global flatness", local) if local else ""
+    return section("flatness", "Flatness of the minima", note, _beside("Flatness", columns), grid(plots), against)
 
 
 def _beside(caption: str, columns: Mapping[str, Mapping[str, str]]) -> str:
