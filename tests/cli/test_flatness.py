@@ -104,7 +104,7 @@ def test_flatness_as_json_is_what_the_library_measures_and_says_on_what(runs, re
 def test_the_table_has_a_column_for_each_run_and_a_row_for_each_number(runs, fedflat):
     code, printed, _ = fedflat("flatness", "plain", "flat", *QUICK, "--k", 2, "--products", 6)
     assert code == 0
-    head, methods = (line for line in printed.splitlines() if line.startswith("┃"))
+    head, methods, *_ = (line for line in printed.splitlines() if line.startswith("┃"))
     assert [cell.strip() for cell in head.strip("┃").split("┃")] == ["", "plain", "flat"]
     assert [cell.strip() for cell in methods.strip("┃").split("┃")] == ["", "fedavg", "fedsam"]
     for row in ("λ1 ", "λ1/λ2", "trace [95 %]", "samples", "sharpness, adaptive", "‖w‖", "log10 V_L"):

@@ -45,7 +45,7 @@ def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
         "loss": f"{row['loss']:.4g}",
         "sharpness, one ascent": f"{row['ascent_sharpness']:.3g}",
         "sharpness, average [95 %]": estimate(
-            *(row[f"average_sharpness{end}"] for end in ("", "_low", "_high")), digits=3
+            row["average_sharpness"], row["average_sharpness_low"], row["average_sharpness_high"], digits=3
         ),
         "sharpness, adaptive": f"{row['adaptive_sharpness']:.3g}",
         "‖w‖": f"{row['weight_norm']:.4g}",

@@ -114,7 +114,8 @@ def _spectrum(spectrum: Row) -> Row:
     The ratio is None unless both eigenvalues are positive. Files of fedflat 0.1 hold two estimates of the trace, of
     which Hutch++'s is read, and no interval.
     """
-    trace, values = spectrum.get("trace_plus_plus", spectrum["trace"]), spectrum["eigenvalues"]
+    trace: Row = spectrum["trace_plus_plus" if "trace_plus_plus" in spectrum else "trace"]
+    values = spectrum["eigenvalues"]
     found = {"lambda1": values[0], "trace": trace["mean"]}
     found |= {f"trace_{end}": trace[end] for end in ("low", "high") if end in trace}
     if len(values) >= 5:
