@@ -43,18 +43,9 @@ class Chain:
 
     @classmethod
     def of(cls, network: Network) -> Chain | None:
-        """Return the network as a chain, or None if it has other, shared or frozen layers, hooks or autocast."""
-        module = network.module
-        layers = list(module) if type(module) is nn.Sequential else []
-        if layers and type(layers[0]) is nn.Flatten and (layers[0].start_dim, layers[0].end_dim) == (1, -1):
-            layers = layers[1:]
-        linear = [layer for layer in layers[::2] if type(layer) is nn.Linear]
-        between = [layer for layer in layers[1::2] if type(layer) is nn.ReLU]
-        if len(linear) != len(between) + 1 or len(linear) + len(between) != len(layers):
-            return None
-        hooked = any(getattr(m, kind) for m in module.modules() for kind in HOOKS)
-        shared = sum(len(list(layer.parameters())) for layer in linear) != len(list(module.parameters()))
-        return None if network.base or hooked or shared or network.autocast else cls(linear)
+        """Return the network as a chain, or None if it is not one."""
+        layers = linear_layers(network)
+        return cls(layers) if layers else None
 
     def gradient(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean cross-entropy of a batch and its gradient as a new flat vector."""
@@ -95,18 +86,38 @@ class Chain:
         return loss, list(zip(reversed(deltas), entered, strict=True))
 
 
+def linear_layers(network: Network) -> list[nn.Linear]:
+    """Return the linear layers of a network that is a chain.
+
+    The list is empty if the network has other, shared or frozen layers, hooks or autocast. This is asked for every
+    client, so it looks at the layers only and does not walk over the module.
+    """
+    module = network.module
+    if type(module) is not nn.Sequential or module._parameters or network.base or network.autocast:
+        return []
+    layers = list(module)
+    if any(getattr(m, kind) for m in (module, *layers) for kind in HOOKS):
+        return []
+    if layers and type(layers[0]) is nn.Flatten and (layers[0].start_dim, layers[0].end_dim) == (1, -1):
+        layers = layers[1:]
+    linear = [layer for layer in layers[::2] if type(layer) is nn.Linear]
+    between = [layer for layer in layers[1::2] if type(layer) is nn.ReLU]
+    if len(linear) != len(between) + 1 or len(linear) + len(between) != len(layers):
+        return []
+    held = [id(p) for layer in linear for p in layer._parameters.values() if p is not None]
+    return linear if len({*held}) == len(held) else []
+
+
 class ChainGradient:
     """Computes the gradient of the cross-entropy of a chain; rules with loss terms use autograd."""
 
     def __init__(self, network: Network, rule: LocalRule) -> None:
-        chain = Chain.of(network)
-        assert chain is not None
-        self._chain = chain
+        self._chain = Chain(linear_layers(network))
 
     @classmethod
     def fits(cls, network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> bool:
         classes = loss is F.cross_entropy and not labels.is_floating_point()
-        return classes and not rule.terms and Chain.of(network) is not None
+        return classes and not rule.terms and bool(linear_layers(network))
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return self._chain.gradient(inputs, labels)
@@ -116,9 +127,7 @@ class ChainStep:
     """Computes the whole step of a chain for rules whose step is exactly w ← w − η (∇loss + decay · w)."""
 
     def __init__(self, network: Network, rule: LocalRule) -> None:
-        chain = Chain.of(network)
-        assert chain is not None
-        self._chain, self._rule, self._decay = chain, rule, rule.decay + rule.weight_decay
+        self._chain, self._rule, self._decay = Chain(linear_layers(network)), rule, rule.decay + rule.weight_decay
 
     @classmethod
     def fits(cls, network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> bool:

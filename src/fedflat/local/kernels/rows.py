@@ -19,7 +19,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fedflat.local.kernels import enabled
 from fedflat.local.kernels.head import draws_masks
-from fedflat.local.kernels.linear import Chain
+from fedflat.local.kernels.linear import Chain, linear_layers
 from fedflat.local.kernels.sgd import FusedUpdate
 from fedflat.local.rule import SAMPLED, LocalRule, Loss, Outcome, Vectors
 from fedflat.local.step import step
@@ -47,7 +47,7 @@ def group_size(network: Network, cohort: int) -> int:
     if network.weights.device.type != "cpu":
         return min(TOGETHER, cohort) if size <= SMALL_ACCELERATED else 1
     convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in network.module.modules())
-    small = size <= (SMALL_CHAIN if Chain.of(network) else 0 if convolves else SMALL)
+    small = size <= (SMALL_CHAIN if linear_layers(network) else 0 if convolves else SMALL)
     together = min(TOGETHER, cohort // 4)
     return together if small and together >= FEWEST else 1
 
