@@ -11,6 +11,7 @@ from torch import Tensor
 from fedflat.flatness.hessian import Operator
 
 MISSED = 1e-6  # probability that a random start is too close to orthogonal to the top eigenvector
+ROUNDING = 10  # times eps, relative to the matrix: below that, a β is 0
 HALVINGS = 60  # of the interval that holds the bound
 
 
@@ -49,7 +50,7 @@ def krylov(operator: Operator, start: Tensor, steps: int) -> Krylov:
             w = w - basis[: step + 1].T @ (basis[: step + 1] @ w)
         beta = float(w.norm())
         scale = max(map(abs, alphas + betas))
-        if step + 1 == steps or beta <= 10 * torch.finfo(operator.dtype).eps * scale:
+        if step + 1 == steps or beta <= ROUNDING * torch.finfo(operator.dtype).eps * scale:
             break
         betas.append(beta)
         basis[step + 1] = w / beta
@@ -77,7 +78,8 @@ def certified(alphas: Tensor, betas: Tensor, size: int) -> Tensor:
 
     The left side increases above θ₁, so its solution bounds λ_max from above. For v uniform on the sphere of d
     dimensions P(|⟨u, v⟩| < c) ≤ c √(2d/π). With c = `MISSED` √(π/2d) the bound holds with probability 1 − 10⁻⁶ for each
-    matrix, up to rounding. If the Krylov space has ended, the last β is 0 and the bound is θ₁ itself.
+    matrix, up to rounding. If the Krylov space has ended, the last β is 0 and the bound is θ₁ itself. A β of the size
+    of rounding errors counts as 0, as in `krylov`.
 
     Args:
         alphas: the diagonals of the tridiagonal matrices, batch × k.
@@ -88,7 +90,10 @@ def certified(alphas: Tensor, betas: Tensor, size: int) -> Tensor:
     >>> certified(alphas, betas, size=2).tolist()   # the whole matrix, with eigenvalues 1 and 3
     [3.0]
     """
-    alphas, betas = alphas.double(), betas.double()
+    rounding = ROUNDING * torch.finfo(alphas.dtype).eps
+    scale = torch.cat([alphas, betas], dim=1).abs().amax(dim=1, keepdim=True)
+    betas = torch.where(betas > rounding * scale, betas, 0).double()
+    alphas = alphas.double()
     nodes = ritz(alphas, betas[:, :-1])[0]
     reach = betas.log().sum(dim=1) - math.log(MISSED * math.sqrt(math.pi / (2 * size)))
     low = nodes[:, -1].clone()
