@@ -10,9 +10,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 demo: $(READY)
 	mkdir -p runs
 	$(BIN)/fedflat split --draw runs/demo-split.png
-	out=$$(mktemp -d runs/demo-XXXX) && \
-	$(BIN)/fedflat run --method fedavg --method fedsam --method "feddyn + man(0.15)" --out "$$out" && \
-	$(BIN)/fedflat flatness "$$out"/*/ --samples 300 && \
+	export OMP_NUM_THREADS=1; out=$$(mktemp -d runs/demo-XXXX) && \
+	$(BIN)/fedflat run --method fedavg --method fedsam --method "feddyn + man(0.15)" --seeds 3 \
+		--set server.rounds=20 checkpoint.keep=5 --out "$$out" && \
+	$(BIN)/fedflat flatness "$$out"/*/ --samples 200 --k 2 && \
+	$(BIN)/fedflat animate "$$out"/*-seed-0/ --samples 200 && \
 	$(BIN)/fedflat report "$$out" --out "$$out/report.html"
 
 test: lint types

@@ -44,6 +44,7 @@ STEPS = [
     "tests/methods/test_oracles.py",
     "tests/rounds/test_measures.py",
     "tests/methods/test_descent.py",
+    "tests/methods/test_walks.py",
     "tests/runs/test_verify.py",
 ]
 TESTS = {  # which tests belong to a module: those of every beginning of its path that is here
@@ -67,6 +68,7 @@ EQUIVALENT = [  # mutants that compute the same: module, function, a part of the
     ("methods/parts/consensus.py", "ConsensusAscent.merge", "else GUARD → 1e-16", "a guard"),
     ("methods/parts/consensus.py", "ConsensusAscent.plan", "else {} → {'last': torch.zeros_like(memory['dual'])}",
      COSTS),
+    ("methods/parts/compression.py", "top_k", "topk(k, sorted=False)", "the order of the entries"),
     ("methods/parts/server_step.py", "AdaptiveServer.merge", "square / torch.sign(v - square)",
      "a sign is its own inverse"),
     ("methods/parts/server_step.py", "WeightAveraging.merge", "done - self.start → self.start - done",

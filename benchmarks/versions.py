@@ -61,7 +61,9 @@ def main() -> int:
             name, _, rounds = job.partition("=")
             spec = write_spec(folder, name, int(rounds), options)
             extra = [f"method={options.method}"]
-            turns = [(run(options.before.resolve(), spec, extra), run(HERE, spec, extra)) for _ in range(options.repeats)]
+            turns = [
+                (run(options.before.resolve(), spec, extra), run(HERE, spec, extra)) for _ in range(options.repeats)
+            ]
             for place, quantity in enumerate(("seconds a round", "highest PSS, MB")):
                 old, new = ([side[which][place] for side in turns] for which in (0, 1))
                 ratios = sorted(b / a for a, b in zip(old, new, strict=True))

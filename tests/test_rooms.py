@@ -11,8 +11,11 @@ import fedflat
 
 SOURCE = Path(fedflat.__file__).parent
 # From the bottom to the top: a room imports only from those before it.
-COMMON = ("errors", "randomness", "recipe", "trusted")
-ROOMS = ("federation", "models", "local", "methods", "rounds", "engine", "flatness", "runs", "report", "flower", "cli")
+COMMON = ("errors", "randomness", "recipe", "tokens", "trusted")
+ROOMS = (
+    "federation", "models", "tasks", "local", "methods", "rounds", "engine", "flatness", "runs", "report", "flower",
+    "cli",
+)  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 

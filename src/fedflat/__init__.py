@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from fedflat.federation import Augment, Dataset, Federation, Samples, federate
     from fedflat.methods import Method, Part, option
     from fedflat.runs import Result, train
+    from fedflat.tasks import Metric, Task
     from fedflat.trusted import trust
 
 __version__ = "0.1.0"
@@ -18,9 +19,11 @@ __all__ = [
     "Federation",
     "FedflatError",
     "Method",
+    "Metric",
     "Part",
     "Result",
     "Samples",
+    "Task",
     "federate",
     "option",
     "train",
@@ -32,6 +35,7 @@ _HOMES = {
     "fedflat.federation": ("Augment", "Dataset", "Federation", "Samples", "federate"),
     "fedflat.methods": ("Method", "Part", "option"),
     "fedflat.runs": ("Result", "train"),
+    "fedflat.tasks": ("Metric", "Task"),
     "fedflat.trusted": ("trust",),
 }
 

@@ -79,11 +79,21 @@ def printable(text: object, most: int = 300) -> str:
     r"""Format an untrusted text as one short line without control characters, safe for terminals and logs.
 
     >>> printable("\x1b[2Jgone\nand more"), printable("long" * 9, most=8)
-    ('�[2Jgone�and more', 'longlon…')
+    ('�[2Jgone and more', 'longlon…')
     """
     try:
         line = str(text)
     except ValueError:  # an integer with more digits than Python converts
         line = f"a number of {text.bit_length()} bits" if isinstance(text, int) else type(text).__name__
-    cut = line if len(line) <= most else f"{line[: most - 1]}…"
+    start = " ".join(line[: 4 * most].split())
+    cut = start if len(start) <= most and len(line) <= 4 * most else f"{start[: most - 1]}…"
     return "".join(c if c.isprintable() else "�" for c in cut)
+
+
+def shown(value: object, most: int = 60) -> str:
+    """Format an untrusted value for a message.
+
+    >>> shown("many"), shown(7), shown(None)
+    ("'many'", '7', 'None')
+    """
+    return printable(value if isinstance(value, int) else repr(value), most)

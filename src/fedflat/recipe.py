@@ -19,6 +19,7 @@ from fedflat.errors import RecipeError, nearest, shortened
 
 PRESETS = ("default", "smoo", "sol", "man")
 LONGEST_FILE, LONGEST_TEXT, DEEPEST = 2**20, 10_000, 16  # bytes of a file, characters of a value, levels of tables
+DOTS = 200  # in a line
 Draws = Literal["fedflat", "fedsol", "fl-simulator", "fedman"]
 BufferPolicy = Literal["average", "local", "refuse"]
 
@@ -52,6 +53,7 @@ class Data(Named):
     crop_fill: Literal["black", "mean", "reflect"] = Field("black", description="what the padding holds")
     flip: float = Field(0.0, ge=0, le=1, description="probability of a horizontal flip")
     cutout: int = Field(0, ge=0, description="side of a square that is blanked; 0 = none")
+    by_length: bool = Field(False, description="batches of texts of similar length, with little padding")
 
 
 class Split(Named):
@@ -77,6 +79,22 @@ class Split(Named):
         return self.model_dump(exclude={"name", "clients", "seed", "draws"}, exclude_none=True)
 
 
+class Lora(Section):
+    """Low-rank adapters: the layers that have them, their size, and how the server averages them."""
+
+    rank: int = Field(8, ge=1, description="rank r of a layer's correction BA")
+    alpha: float | None = Field(None, gt=0, description="α of its factor α/r; else 2r")
+    targets: str | list[str] = Field(
+        "attention", description="layers with an adapter: attention, head, all, or names and patterns"
+    )
+    also: str | list[str] = Field([], description="layers or parameters that are trained in full")
+    average: Literal["factors", "product"] = Field("factors", description="average A and B, or the products BA")
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `fedflat.models.lora`."""
+        return self.model_dump(exclude={"average"})
+
+
 class Model(Named):
     """The network, by its name in the catalogue or as the import path `package.module:Class` of your own."""
 
@@ -84,6 +102,9 @@ class Model(Named):
 
     name: str = Field("mlp", description="network, or package.module:Class; further fields are its options")
     buffers: BufferPolicy = Field("average", description="batch-norm statistics")
+    base: str | None = Field(None, description="first weights: a run, an export or a .safetensors file; else drawn")
+    base_sha256: str | None = Field(None, description="digest that the file of model.base must have")
+    lora: Lora | None = Field(None, description="low-rank adapters to train in place of the network's weights")
 
     def options(self) -> dict[str, Any]:
         """The options passed to the network's constructor."""
@@ -140,9 +161,15 @@ class Evaluation(Section):
     measures: list[Measure] = Field(
         ["consistency"], description="what to measure of each round's local models, as in docs/how-to.md"
     )
+    metric: str | None = Field(
+        None, description="the task's metric that tables, target and best checkpoint follow; else its first"
+    )
+    best: Literal["highest", "lowest"] = Field(
+        "highest", description="which of its values is the best; set by the task"
+    )
     margin: float = Field(1.0, ge=0, description="γ of the measure `margin`")
     radius: float = Field(0.05, gt=0, description="ρ of the measure `local_sharpness`")
-    target: float | None = Field(None, gt=0, le=1, description="accuracy for `rounds to target`")
+    target: float | None = Field(None, description="value of the metric for `rounds to target`")
     sharpness: int = Field(
         0, ge=0, description="rounds between measurements of λ₁ by the clients' Hessian products; 0 = never"
     )
@@ -176,6 +203,11 @@ class Checkpoint(Section):
 
     every: int = Field(
         0, ge=0, description="rounds between checkpoints; 0 = as often as costs less than 3 % of the time"
+    )
+    keep: int = Field(
+        0,
+        ge=0,
+        description="also keep the checkpoint of every n-th round, from round 0 on; 0 = the last two and the best",
     )
 
 
@@ -216,6 +248,10 @@ class Recipe(Section):
 
     seed: int = Field(0, ge=0, description="seed of everything drawn")
     method: Any = Field("fedavg", description="a name, a sum such as 'feddyn + man(0.15)', a table or a list")
+    task: str | None = Field(
+        None,
+        description="classification, regression, multi-label, next-token or package.module:Task; else the data set's",
+    )
     precision: Literal["float32", "float64", "bf16"] = Field(
         "float32", description="numbers of weights and samples; bf16 computes passes in bfloat16, the rest in float32"
     )
@@ -238,17 +274,27 @@ class Recipe(Section):
 
     def essentials(self) -> dict[str, Any]:
         """All fields that a run's numbers depend on: not the number of rounds, the checkpoints or the cores."""
-        where = {"engine": {"name", "workers", "address"}, "data": {"dir"}}
+        where = {"engine": {"name", "workers", "address"}, "data": {"dir"}, "model": {"base"}}
         aside = dict.fromkeys(("trackers", "checkpoint", "deployment"), True)
         return self.model_dump(exclude={"server": {"rounds", "stop_loss"}, **where, **aside})
+
+    @property
+    def metric(self) -> str:
+        """The name of the metric that tables, targets and checkpoints follow."""
+        return self.evaluation.metric or "accuracy"
+
+    def rank(self, value: float) -> float:
+        """Return a number that is larger the better a value of the metric is."""
+        return value if self.evaluation.best == "highest" else -value
 
     def to_toml(self) -> str:
         """The recipe with every value in force; `load` reads it back."""
         top = {name: value for name, value in self if name not in SECTIONS}
-        tables = (f"\n[{name}]\n{_lines(dict(getattr(self, name)))}" for name in SECTIONS)
+        tables = (f"\n[{name}]\n{_lines(getattr(self, name).model_dump())}" for name in SECTIONS)
         return "".join([_lines(top), *tables])
 
 
+TABLES = {"model.lora": Lora}  # tables inside of sections
 SECTIONS = tuple(name for name, f in Recipe.model_fields.items() if isinstance(f.default, Section))
 
 
@@ -353,6 +399,9 @@ def read_text(path: Path) -> str:
 
 def parsed(text: str, source: str) -> dict[str, Any]:
     """Parse TOML to a table; errors mention `source`."""
+    # The time for a key of n dotted parts grows with n²: a small file could take minutes.
+    if any(line.count(".") > DOTS for line in text.splitlines()):
+        raise RecipeError(f"{source}: not valid TOML: a line has more than {DOTS} dots")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -389,10 +438,16 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         if not (isinstance(value, Mapping) and isinstance(old, Mapping)):
             result[key] = value
         elif value.get("name", old.get("name")) == old.get("name"):
-            result[key] = {**old, **value}
+            result[key] = {**old, **value, **_tables(old, value)}
         else:
             result[key] = {**{k: v for k, v in old.items() if k in LASTING.get(key, ())}, **value}
     return result
+
+
+def _tables(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables inside of two sections (`model.lora`), merged field by field."""
+    both = {name: (old[name], new[name]) for name in old.keys() & new.keys()}
+    return {k: {**a, **b} for k, (a, b) in both.items() if isinstance(a, Mapping) and isinstance(b, Mapping)}
 
 
 def parsed_override(text: str) -> dict[str, Any]:
@@ -428,6 +483,9 @@ def _sentence(error: ErrorDetails) -> str:
     section, *inside = steps[: 2 if steps[0] in SECTIONS else 1]
     known = _fields(section) if inside else Recipe.model_fields
     path, name = ".".join([section, *inside]), (inside or [section])[0]
+    if path in TABLES and len(steps) > 2:
+        known, name, section = TABLES[path].model_fields, steps[2], path
+        path = f"{path}.{name}"
     if error["type"] == "extra_forbidden":
         hint = nearest(name, known).replace("mean ", f"mean {section}." if inside else "mean ")
         return f"{path}: there is no such field; {hint}"
@@ -446,7 +504,7 @@ def _lines(table: Mapping[str, Any]) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items() if v is not None) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if (isinstance(value, float) and not math.isfinite(value)) or isinstance(value, date | time):

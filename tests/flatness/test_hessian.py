@@ -107,7 +107,6 @@ def test_a_layer_without_a_forward_derivative_gets_the_same_products_by_a_second
     objective = Objective(module, F.cross_entropy, [(x.to(memory_format=torch.channels_last), y)])
     v = torch.randn(objective.size, dtype=torch.float64)
     torch.testing.assert_close(objective.product(v), matrix @ v, rtol=1e-9, atol=1e-12)
-    assert not objective._forward_mode
 
 
 def test_the_top_eigenvalues_are_those_of_the_dense_matrix_with_small_residuals(case):

@@ -136,3 +136,16 @@ def test_a_table_of_keys_must_be_sound(tmp_path, keys):
 def test_without_keys_it_says_so(deployed, small, capsys):
     deployed(small("server.rounds=1"))
     assert "nodes are not told apart by keys" in capsys.readouterr().out
+
+
+def test_flowers_simulation_whose_nodes_have_no_keys_runs_an_app_that_has_them(
+    deployed, small, simulated, keys, loopback
+):
+    """Its grid lists nodes too, with empty keys."""
+
+    class InMemoryGrid(loopback.InProcess):
+        def get_nodes(self):
+            return [SimpleNamespace(node_id=node, public_key=b"") for node in self.contexts]
+
+    assert pytest.importorskip("flwr.superlink.grid.inmemory_grid").InMemoryGrid.__name__ == InMemoryGrid.__name__
+    assert deployed(small(), InMemoryGrid, keys=keys) == simulated(small())

@@ -229,3 +229,27 @@ def test_a_client_with_other_frozen_weights_is_refused_before_it_trains(deployed
     )
     _, records = deployed(small(model, "deployment.nodes=3"), differing, policy=ALLOWED)
     assert 2 not in {client for record in records for client in record["cohort"]}
+
+
+def test_adapters_alone_cross_the_wire(deployed, loopback, small, simulated):
+    """The bytes of the arrays in all training messages, counted on the grid: the adapters' and NumPy's headers."""
+    crossed = {"down": 0, "up": 0, "messages": 0}
+
+    class Counting(loopback.InProcess):
+        def answers(self, message):
+            replies = super().answers(message)
+            if message.metadata.message_type == "train":
+                crossed["messages"] += 1
+                for way, record in ("down", message.content), ("up", replies[0].content):
+                    crossed[way] += sum(
+                        len(array.data) for found in record.array_records.values() for array in found.values()
+                    )
+            return replies
+
+    recipe = small("model.lora={rank = 1, targets = 'all'}", "server.rounds=1")
+    outcome = deployed(recipe, Counting)
+    assert outcome == simulated(recipe)
+    size = 4 * (64 + 8 + 8 + 10)  # float32 of a rank-1 adapter for each of the two layers
+    assert crossed["messages"] == 3 and outcome[1][0]["bytes_down"] == outcome[1][0]["bytes_up"] == 3 * size
+    for way in ("down", "up"):
+        assert 3 * size <= crossed[way] <= 3 * (size + 128)

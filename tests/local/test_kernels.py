@@ -29,16 +29,16 @@ from fedflat.rounds.server import conduct, first_state
 PLAIN = {
     "fedavg", "fednova", "fedadam", "fedyogi", "fedadagrad", "fedavgm", "fedswa", "median", "trimmed_mean",
     "geometric_median", "centred_clipping", "krum", "multi_krum", "norm_bound", "bucketing",
-    "central_dp", "local_dp", "swa",
+    "central_dp", "local_dp", "swa", "fedexp", "fedinit", "top_k",
 }  # fmt: skip
 TERMS = {"fedntd", "moon", "man", "top_eigenvalue"}
-DESCENT = {"adamw", "muon"}
+DESCENT = {"adamw", "muon", "fedadamw", "fedmuon"}
 HEAD = {"fedsol(scope='head')", "fedsol(scope='head', source='moon')", "fedsol(scope='head') + man(0.1)"}
 # A pull beside a term, or an ascent that looks at the features: only the update has a kernel.
 WATCHING = {"fedgmt", "fedsol(source='moon')", "fedsol(scope='head', source='fedprox')", "fedsam + man(0.1)"}
 METHODS = [*CATALOGUE, *sorted((HEAD | WATCHING) - {*CATALOGUE})]
 # Those whose clients cannot share steps; FedDC's have weights by their sizes.
-ALONE = {"fedasam", "fedsol", "fedsol_ablation", "fedgf", "fedbabu", "perfedavg", "fedswa", "feddc"}
+ALONE = {"fedasam", "fedsol", "fedsol_ablation", "fedgf", "fedbabu", "perfedavg", "fedswa", "fedmoswa", "feddc"}
 ALONE |= TERMS | DESCENT | HEAD | WATCHING
 
 

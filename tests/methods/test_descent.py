@@ -89,6 +89,29 @@ def test_muon_orthogonalises_what_lies_ahead_of_its_momentum_and_takes_adamw_for
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def matrices():
+    """A network of matrices alone, which is all that torch.optim.Muon takes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 9, bias=False), nn.Tanh(), nn.Linear(9, 4, bias=False))
+    return net.double(), [(torch.randn(8, 6, **DOUBLE), torch.randint(0, 4, (8,))) for _ in range(7)]
+
+
+def muons(decay):
+    """The weights after a client's round of ours and of torch's."""
+    net, batches = matrices()
+    found = ours(net, batches, LocalMuon(0.9, steps=5), weight_decay=decay)
+    net, _ = matrices()
+    return found, theirs(net, batches, torch.optim.Muon(net.parameters(), lr=0.02, momentum=0.9, weight_decay=decay))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_a_clients_round_of_muon_is_that_of_torch_but_for_its_bfloat16(decay, monkeypatch):
+    rounded = muons(decay)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch iterates in bfloat16, ours in float64
+    torch.testing.assert_close(*muons(decay), rtol=1e-12, atol=1e-12)
+    assert 1e-5 < float((rounded[0] - rounded[1]).abs().max()) < 1e-2
+
+
 @pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4)])
 def test_newton_schulz_brings_all_singular_values_near_one(shape):
     torch.manual_seed(1)
@@ -122,9 +145,11 @@ def test_the_pulls_of_other_parts_enter_the_gradient_and_the_weight_decay_does_n
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fedcm", "fednova", "feddc", "fedsol(source='scaffold')"])
-@pytest.mark.parametrize("descent", ["adamw", "muon"])
+@pytest.mark.parametrize("descent", ["adamw", "muon", "fedadamw", "fedmuon"])
 def test_what_divides_by_the_steps_of_sgd_is_refused_beside_another_descent(method, descent):
-    with pytest.raises(RecipeError, match=r"method: (\w+): it divides Δ by K η, which Local(AdamW|Muon) does not have"):
+    with pytest.raises(
+        RecipeError, match=r"method: (\w+): it divides Δ by K η, which (Local|Carried)(AdamW|Muon) does not have"
+    ):
         parse(f"{method} + {descent}")
 
 
@@ -133,7 +158,9 @@ def test_two_descents_are_refused():
         parse("adamw + muon")
 
 
-@pytest.mark.parametrize("method", ["adamw", "muon", "fedsol + adamw", "feddyn(0.01) + adamw", "fedsam + muon"])
+@pytest.mark.parametrize(
+    "method", ["adamw", "muon", "fedadamw", "fedmuon", "fedsol + adamw", "feddyn(0.01) + adamw", "fedsam + muon"]
+)
 def test_clients_learn_with_them(digits, method):
     module = models.build("mlp", (1, 8, 8), 10, torch.Generator().manual_seed(0), hidden=(16,))
     result = train(digits, module, method, rounds=12, epochs=2, batch=32, lr=0.01, cohort=8, engine="inline")

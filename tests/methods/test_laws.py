@@ -28,12 +28,14 @@ from fedflat.methods.parts import (
     AdaptiveAscent,
     AdaptiveServer,
     Ascent,
+    CarriedAdamW,
     CentralPrivacy,
     ClientMomentum,
     ConsensusAscent,
     ControlVariates,
     Distillation,
     DynamicDual,
+    Extrapolation,
     FallingRate,
     FrozenHead,
     InterpolatedAscent,
@@ -49,12 +51,15 @@ from fedflat.methods.parts import (
     PrintedConsensus,
     Proximal,
     ProximalAscent,
+    RelaxedStart,
     ServerAscent,
     ServerMomentum,
     ServerStep,
     TopEigenvalue,
+    TopK,
     TrimmedMean,
     WeightAveraging,
+    WeightedMomentum,
 )
 from fedflat.methods.uploads import Upload
 from fedflat.models.vector import Network
@@ -68,13 +73,14 @@ FAST = dict(rounds=3, evaluation_every=0, measures=[], engine="inline", **LOCAL)
 # One of each kind, with options whose effect shows in three rounds.
 PARTS = [
     AblatedAscent(rho=0.5, form="A3"), ActivationNorm(0.5), AdaptiveAscent(0.5), AdaptiveServer(), Ascent(0.5),
-    CentralPrivacy(1.0, 0.1), ClientMomentum(0.5), ConsensusAscent(0.5), ControlVariates(), Distillation(beta=2.0),
-    DynamicDual(0.3), FallingRate(), FrozenHead(), InterpolatedAscent(0.5, 0.5, threshold=0.0),
+    CarriedAdamW(), CentralPrivacy(1.0, 0.1), ClientMomentum(0.5), ConsensusAscent(0.5), ControlVariates(),
+    Distillation(beta=2.0), DynamicDual(0.3), Extrapolation(), FallingRate(),
+    FrozenHead(), InterpolatedAscent(0.5, 0.5, threshold=0.0),
     LocalAdamW(), LocalMuon(), LocalPrivacy(0.5, 0.1), LookbackAscent(0.5), MetaStep(), ModelContrast(1.0),
     MovingTeacher(alpha=0.5),
     NormalisedAveraging(), NotTrueDistillation(), PrintedConsensus(0.5), Proximal(1.0), ProximalAscent(rho=0.5),
-    ServerAscent(0.5), ServerMomentum(), ServerMomentum(0.5, lookahead=True), ServerStep(), TopEigenvalue(0.1),
-    TrimmedMean(0.25), WeightAveraging(start=0),
+    RelaxedStart(0.5), ServerAscent(0.5), ServerMomentum(), ServerMomentum(0.5, lookahead=True), ServerStep(),
+    TopEigenvalue(0.1), TopK(0.3, feedback=True), TrimmedMean(0.25), WeightAveraging(start=0), WeightedMomentum(0.5),
 ]  # fmt: skip
 
 
@@ -125,6 +131,8 @@ HOSTS = [
     ("fedlesam_s(0.0)", "scaffold"), ("fedspeed(0.0, 0.3)", "feddyn(0.3)"), ("fedsmoo(0.0, 0.3)", "feddyn(0.3)"),
     ("fedsmoo(0.0, 0.3, upload='less')", "feddyn(0.3)"), ("fedlesam_d(0.0, 0.3)", "feddyn(0.3)"),
     ("fedgloss(0.0, 0.0, 0.3)", "feddyn(0.3)"), ("fedgf(0.5, threshold=1e9)", "fedsam(0.5)"),
+    ("fedinit(0.0)", "fedavg"), ("fedexp(1e9, average=False)", "fedavg"), ("top_k(1.0, feedback=True)", "fedavg"),
+    ("fedwmsam(0.0, 1.0, 0.0)", "scaffold"),
 ]  # fmt: skip
 
 
@@ -357,15 +365,18 @@ EVERY = [
     "fedcm(momentum_aware=True)",
     *(f"fedsol(source='{source}')" for source in SOURCES[1:]),
     "fedlesam(0.1, 'server')",
+    "top_k(feedback=True)",
 ]
 
 
 @pytest.mark.parametrize("method", EVERY)
 def test_state_and_memory_stay_bounded_at_a_tiny_learning_rate(clients, method):
-    momentum = 0.0 if method in ("fedcm", "mofedsam") else 0.5  # their Δᵗ is a mean gradient without it only
+    momentum = (
+        0.0 if method in ("fedcm", "mofedsam", "fedwmsam") else 0.5
+    )  # their Δᵗ is a mean gradient without it only
     problem = Problem.of(clients, Network(net()), parse(method), Local(steps=3, batch=8, lr=1e-5, momentum=momentum))
-    # The dual of FedSMOO's slides has at first to grow to the gradient's length.
-    early, late = (30, 45) if method == "fedsmoo_slides" else (4, 12)
+    # The dual of FedSMOO's slides, FedMuon's momentum and FedWMSAM's controls have at first to grow to their lengths.
+    early, late = (30, 45) if method in ("fedsmoo_slides", "fedmuon", "fedwmsam") else (4, 12)
     norms = {}
     with closing(Inline(problem)) as engine:
         state = first_state(problem)

@@ -30,6 +30,7 @@ from fedflat.methods.parts import (
     MetaStep,
     NormalisedAveraging,
     ProximalAscent,
+    RelaxedStart,
     ServerMomentum,
     TrimmedMean,
     WeightAveraging,
@@ -228,7 +229,9 @@ def test_feddyns_mean_drift_is_the_mean_of_all_clients_drifts_after_every_round(
         torch.testing.assert_close(state.vectors["mean_drift"], mean_of(memories, "drift"), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["scaffold", "feddyn", "feddc", "fedsmoo", "moon", "fedlesam"])
+@pytest.mark.parametrize(
+    "method", ["scaffold", "feddyn", "feddc", "fedsmoo", "moon", "fedlesam", "fedinit", "top_k(0.3, True)"]
+)
 def test_the_memory_of_who_does_not_take_part_stays_as_it_is_to_the_bit(digits, method):
     for cohort, _, before, after in played(digits, method):
         for client, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -299,6 +302,7 @@ ASCENTS = [Ascent(), AdaptiveAscent(), ConsensusAscent(), LookbackAscent(), Inte
         (NormalisedAveraging(), TrimmedMean(), "replace the average"),
         (WeightAveraging(), WeightAveraging(), "say which model to evaluate"),
         (FallingRate(), FallingRate(0.2), "set the schedule of the learning rate"),
+        (RelaxedStart(0.1), RelaxedStart(0.2), "say where a client starts"),
     ],
 )
 def test_two_parts_with_one_claim_are_refused_by_name(one, other, claim):

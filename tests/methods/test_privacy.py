@@ -9,6 +9,7 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import compute_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
@@ -26,7 +27,7 @@ from fedflat.methods.uploads import Upload, collect
 from fedflat.models import build
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, Server, validated
-from fedflat.rounds.accountant import ledger
+from fedflat.rounds.accountant import ORDERS, ledger, pld_epsilon
 from fedflat.rounds.client import Broadcast, Problem, Worker
 from fedflat.rounds.cohort import draw_cohort
 from fedflat.rounds.server import conduct, first_state
@@ -36,6 +37,7 @@ COHORTS = st.integers(1, 6).flatmap(
     lambda size: st.lists(st.lists(NUMBERS, min_size=size, max_size=size), min_size=1, max_size=8)
 )
 LINEAR = dict(model="mlp", model_hidden=[], cohort=4, steps=3, lr=0.05)
+POISSON = dict(sampling="bernoulli")
 LONG = 200_000  # a sample's standard deviation is then within 1 % of the true one, by six of its own
 
 
@@ -201,12 +203,36 @@ def test_unsampled_it_is_the_epsilon_of_a_gaussian_mechanism_over_all_rounds(noi
     assert local == replaced, "whoever sees the uploads knows the cohort"
 
 
-@pytest.mark.parametrize(("noise", "odds", "rounds"), [(1.0, 0.1, 30), (2.0, 0.5, 30), (4.0, 0.05, 100)])
-def test_independent_draws_cost_no_less_than_the_tightest_accountant_says_and_little_more(noise, odds, rounds):
-    tight = PLDAccountant(value_discretization_interval=1e-3)
+SETTINGS = [(1.0, 0.1, 30), (2.0, 0.5, 30), (4.0, 0.05, 100), (1.0, 0.01, 1000), (0.8, 0.001, 1), (20.0, 0.3, 10)]
+
+
+def rdp_epsilon(noise, odds, rounds):
+    book = ledger(parse(f"central_dp(noise={noise})"), validated({"server": POISSON | {"cohort": odds}}), 1000)
+    return compute_epsilon(ORDERS, rounds * book.sampled, 1e-5)[0]
+
+
+@pytest.mark.parametrize(("noise", "odds", "rounds"), SETTINGS)
+def test_independent_draws_cost_what_the_tightest_accountant_says_and_never_more_than_renyi_divergences(
+    noise, odds, rounds
+):
+    tight = PLDAccountant(value_discretization_interval=2e-4)
     tight.compose(PoissonSampledDpEvent(odds, GaussianDpEvent(noise)), rounds)
-    found = epsilon(f"central_dp(noise={noise})", rounds, sampling="bernoulli", cohort=odds)
-    assert tight.get_epsilon(1e-5) * 0.999 <= found <= 1.25 * tight.get_epsilon(1e-5)
+    found = epsilon(f"central_dp(noise={noise})", rounds, clients=1000, cohort=odds, **POISSON)
+    assert found == pytest.approx(tight.get_epsilon(1e-5), rel=0.01)
+    assert found <= rdp_epsilon(noise, odds, rounds)
+
+
+@pytest.mark.parametrize("noise", [0.5, 1.0, 3.0, 10.0])
+def test_the_loss_distribution_of_one_round_without_sampling_has_the_exact_epsilon(noise):
+    exact = gaussian_epsilon(1 / noise)
+    assert pld_epsilon(noise, 1.0, 1, 1e-5, exact) == pytest.approx(exact, abs=1e-3)
+
+
+@pytest.mark.parametrize("noise", [1e-4, 1e-2, 0.1, 1e3])
+def test_an_epsilon_of_any_size_takes_little_memory_and_grows_with_the_rounds(noise):
+    found = [epsilon(f"central_dp(noise={noise})", rounds, cohort=0.5, **POISSON) for rounds in (1, 10, 10_000)]
+    assert found == sorted(found)
+    assert all(map(math.isfinite, found))
 
 
 @pytest.mark.parametrize(("noise", "cohort"), [(1.0, 10), (2.0, 30), (4.0, 50), (8.0, 5)])

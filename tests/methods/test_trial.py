@@ -31,7 +31,7 @@ def test_steps_and_learning_rate_of_every_method_follow_from_the_rule(name):
     assert claims.steps == (6 if name == "perfedavg" else 12)
     # FedSWA's rate falls to a tenth; Per-FedAvg has an outer rate of its own.
     mean = sum(0.02 * (1 - 0.9 * k / 12) for k in range(12)) / 12
-    assert claims.lr == pytest.approx({"fedswa": mean, "perfedavg": 0.01}.get(name, 0.02))
+    assert claims.lr == pytest.approx({"fedswa": mean, "fedmoswa": mean, "perfedavg": 0.01}.get(name, 0.02))
 
 
 def test_so_does_fednovas_normaliser():

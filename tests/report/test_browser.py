@@ -8,8 +8,10 @@ import time
 import urllib.request
 from contextlib import closing, contextmanager, nullcontext, suppress
 
+import numpy as np
 import pytest
 
+from fedflat.flatness import Film, Landscape
 from fedflat.recipe import load
 from fedflat.report.page import collect, page
 from fedflat.runs.build import prepare
@@ -24,7 +26,7 @@ FLAGS = [
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--use-angle=swiftshader", "--enable-unsafe-swiftshader",
 ]  # fmt: skip
-TAB, SPACE, ENTER, RIGHT, CONTROL = "\ue004", " ", "\ue007", "\ue014", "\ue009"
+TAB, SPACE, ENTER, LEFT, RIGHT, CONTROL = "\ue004", " ", "\ue007", "\ue012", "\ue014", "\ue009"
 
 
 class Browser:
@@ -103,6 +105,11 @@ def browser(tmp_path_factory):
         yield found
 
 
+def bowl(height):
+    axis = np.linspace(-1, 1, 5)
+    return Landscape(np.stack([axis, axis]), 0.5 + height * (axis[:, None] ** 2 + axis[None, :] ** 2), 0.5)
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """A page with every section: two methods, one of them with two seeds."""
@@ -112,6 +119,8 @@ def report(tmp_path_factory):
     for name, more in {"a": ["seed=0"], "b": ["seed=1"], "c": ["method=fedsam", "admission.max_ratio=1.01"]}.items():
         problem = prepare(load(None, [*settings, *more]))
         execute(problem, base / name)
+    for name, height in (("a", 1.0), ("c", 3.0)):
+        Film([0, 2, 4], [bowl(height * k) for k in (3, 2, 1)]).save(base / name / "landscapes-eigen.npz")
     file = base / "report.html"
     file.write_bytes(page(collect([base], lambda _: nullcontext(), measure=True)))
     return file
@@ -189,15 +198,33 @@ def test_a_line_is_switched_off_and_on_by_keyboard_in_plots_surfaces_and_tables(
 def test_surfaces_turn_together_by_arrow_keys_and_become_maps_and_surfaces_again(desk):
     eyes = "surfaces.map((c) => c.layout.scene.camera.eye.x)"
     before = desk.run(f"return {eyes}")
-    assert len(before) == 2 and before[0] == before[1]
+    assert len(before) == 4 and len({*before}) == 1
     desk.run("surfaces[0].focus()")
     desk.press(RIGHT)
-    desk.wait(f"const [a, b] = {eyes}; return a !== {before[0]} && a === b")
+    desk.wait(f"const [a, ...others] = {eyes}; return a !== {before[0]} && others.every((b) => a === b)")
     desk.run("document.getElementById('form').focus()")
     for pressed, shape in (("true", ".contourlayer path"), ("false", ".gl-container canvas")):
         desk.press(ENTER)
         desk.wait(f"return surfaces.every((c) => c.querySelector('{shape}'))")
         assert desk.run("return document.getElementById('form').ariaPressed") == pressed
+    assert desk.complaints() == []
+
+
+TOPS = "[...document.querySelectorAll('.film .canvas')].map((c) => Math.max(...c.data[0].z.flat()))"
+
+
+def test_the_slider_shows_one_round_in_all_surfaces_by_keyboard_and_keeps_the_camera(desk):
+    assert desk.run(f"return {TOPS}") == [2.5, 6.5]
+    eyes = desk.run("return surfaces.map((c) => c.layout.scene.camera.eye.x)")
+    desk.run("document.querySelector('.film input').focus()")
+    for key, told, tops in ((LEFT, "2", [4.5, 12.5]), (LEFT, "0", [6.5, 18.5])):
+        desk.press(key)
+        desk.wait(f"return {TOPS}.join() === '{','.join(map(str, tops))}'")
+        assert desk.run("return document.querySelector('.film output').textContent") == told
+    assert desk.run("return surfaces.map((c) => c.layout.scene.camera.eye.x)") == eyes
+    desk.run("document.querySelector('.play').click()")
+    assert desk.run("return document.querySelector('.play').textContent") == "Pause"
+    desk.wait(f"return {TOPS}.join() === '2.5,6.5' && document.querySelector('.play').textContent === 'Play'")
     assert desk.complaints() == []
 
 
@@ -216,7 +243,7 @@ def test_on_a_phone_it_begins_in_the_systems_theme_and_nothing_is_wider_than_the
     browser.open(report, 390, dark=True)
     assert browser.run(THEME) == ["dark", "true"]
     assert drawn_in_full(browser)
-    assert browser.run("return surfaces.map((c) => c.data[0].type)") == ["contour", "contour"]  # a finger scrolls
+    assert browser.run("return surfaces.map((c) => c.data[0].type)") == ["contour"] * 4  # a finger scrolls
     browser.run("document.querySelectorAll('details').forEach((fold) => { fold.open = true; })")
     assert not overflowing(browser, 390)
     assert browser.complaints() == []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedflat.flatness import Landscape
+from fedflat.flatness import Film, Landscape
 from fedflat.recipe import load
 from fedflat.report import figures
 from fedflat.report.lines import Band, Line, Run
@@ -24,6 +24,10 @@ def bowl(height, span=1.0):
     return Landscape(np.stack([axis, axis]), values, 0.5)
 
 
+def single(landscape):
+    return Film([0], [landscape])
+
+
 @given(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=6))
 def test_the_splits_picture_has_a_cell_for_each_class_that_a_client_holds(counts):
     (trace,) = figures.split(counts)["data"]
@@ -31,14 +35,14 @@ def test_the_splits_picture_has_a_cell_for_each_class_that_a_client_holds(counts
 
 
 def test_surfaces_share_one_scale_and_steep_ones_are_drawn_by_their_logarithm():
-    one, two = figures.surfaces([bowl(1.0), bowl(2.0, span=0.5)])
+    one, two = figures.surfaces([single(bowl(1.0)), single(bowl(2.0, span=0.5))])
     for figure in (one, two):
         scene, surface = figure["layout"]["scene"], figure["forms"]["surface"]["trace"]
         assert scene["zaxis"]["range"] == [surface["cmin"], surface["cmax"]] == [0.5, 3.5]
         assert scene["xaxis"]["range"] == figure["forms"]["map"]["layout"]["xaxis"]["range"] == [-1.0, 1.0]
-    assert one["data"][0]["z"][0][2] == 0.5 + 2.0  # at α = 0, β = −1: the rows are β
-    (steep,) = figures.surfaces([bowl(1000.0)])
-    assert steep["data"][0]["z"][2][0] == pytest.approx(np.log10(1000.5), rel=1e-4)
+    assert one["frames"][0]["z"][0][2] == 0.5 + 2.0  # at α = 0, β = −1: the rows are β
+    steep, _ = figures.surfaces([single(bowl(1000.0)), single(bowl(1.0))])
+    assert steep["frames"][0]["z"][2][0] == pytest.approx(np.log10(1000.5), rel=1e-4)
     assert steep["layout"]["scene"]["zaxis"]["ticktext"] == ["1", "3", "10", "30", "100", "300", "1000", "3000"]
 
 

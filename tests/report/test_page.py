@@ -20,7 +20,7 @@ from recorded import record, run_of, written
 from fedflat import federate, train
 from fedflat.cli import main
 from fedflat.errors import RecipeError, RunError
-from fedflat.flatness import Landscape
+from fedflat.flatness import Film, Landscape, Trajectory
 from fedflat.recipe import load
 from fedflat.report import figures
 from fedflat.report.lines import Line, read_run
@@ -34,7 +34,7 @@ RICH = ['evaluation.measures=["consistency","divergence","discord","local","clas
         "evaluation.target=0.3", "admission.max_ratio=1.01"]  # fmt: skip
 EVERYWHERE = {"runs", "results", "learning", "split", "repeat"}
 RECORDED = {"classes", "local", "rounds", "refused"}
-MEASURED = {"flatness", "landscapes", "duality"}
+MEASURED = {"glance", "flatness", "landscapes", "duality"}
 
 
 class Read(HTMLParser):
@@ -155,8 +155,8 @@ def test_the_picture_is_that_of_the_recipes_split_or_a_sentence_says_why_not(tmp
 def test_where_a_loss_overflowed_the_surface_has_a_hole_and_a_landscape_without_any_number_is_left_out(tmp_path):
     holes = bowl(1.0)
     holes.values[0, 0], holes.values[1, 0] = np.inf, np.nan
-    (figure,) = figures.surfaces([holes])
-    assert figure["data"][0]["z"][0][:2] == [None, None]
+    (figure,) = figures.surfaces([Film([0], [holes])])
+    assert figure["frames"][0]["z"][0][:2] == [None, None]
     run = written(tmp_path / "run", [record(1, loss=1.0)])
     Landscape(holes.axes, np.full((5, 5), np.nan), np.nan).save(run / "landscape-random.npz")
     assert "landscapes" not in Read(made(run)).sections
@@ -167,9 +167,86 @@ def test_a_landscape_along_a_line_is_a_curve(tmp_path):
     axis = np.linspace(-1, 1, 5)
     Landscape(axis[None], 1 + axis**2, 1.0).save(run / "landscape-eigen.npz")
     found = Read(made(run))
-    (curve,) = found.figures[-1]["data"]
+    (curve,) = found.figures[0]["data"]
     assert (curve["x"], curve["y"]) == (axis.tolist(), (1 + axis**2).tolist())
     assert ("button", "form") not in [(tag, values.get("id")) for tag, values in found.elements]
+
+
+def flat(lambda1, trace, adaptive=0.25, samples=300):
+    """A record as `fedflat flatness` writes it."""
+    estimate = {"mean": trace, "error": 0.5, "probes": 12}
+    spectrum = {"eigenvalues": [lambda1, lambda1 / 2], "residuals": [0.0, 0.0], "ratio": 2.0, "products": 9, "bytes": 0,
+                "trace": estimate, "trace_plus_plus": estimate, "density": None}  # fmt: skip
+    names = ("ascent_sharpness", "average_sharpness", "average_sharpness_error", "weight_norm", "log10_capacity")
+    return {"samples": samples, "loss": 0.1, "spectrum": spectrum, "adaptive_sharpness": adaptive, "layers": [],
+            **dict.fromkeys(names, 1.0)}  # fmt: skip
+
+
+def test_the_page_opens_with_the_recorded_flatness_and_intervals_over_seeds(tmp_path):
+    for seed, (lambda1, trace) in enumerate([(2.0, 10.0), (3.0, 12.0), (4.0, 11.0)]):
+        for method, factor in (("fedavg", 1), ("fedsam", 0.5)):
+            history, settings = [record(1, accuracy=0.9, loss=1.0)], (f"seed={seed}", f"method={method}")
+            run = written(tmp_path / f"{method}-{seed}", history, *settings)
+            (run / "flatness.json").write_text(json.dumps(flat(factor * lambda1, trace)))
+    found = Read(made(tmp_path))
+    assert next(values["id"] for tag, values in found.elements if tag == "section") == "glance"
+    # t of two degrees of freedom is 4.303; the deviation of (2, 3, 4) is 1, that of its halves and differences ½
+    assert "3.0 ± 2.5" in found.text and "1.5 ± 1.2" in found.text and "−1.5 ± 1.2" in found.text
+    assert "adaptive sharpness (scale-invariant)" in found.text
+    assert "Mean over 3 seeds" in found.text and "fedsam − fedavg" in found.text
+
+
+def test_one_seed_has_the_interval_of_its_trace_alone(tmp_path):
+    run = written(tmp_path / "run", [record(1, accuracy=0.9, loss=1.0)])
+    (run / "flatness.json").write_text(json.dumps(flat(2.0, 10.0)))
+    text = Read(made(run)).text
+    assert "10.0 ± 1.0" in text and "One seed" in text and "Paired differences" not in text
+
+
+@pytest.mark.parametrize("wrong", [b"{}", b"[1]", b"null", b"{", b"[" * 100_000, b'{"samples": "x", "spectrum": 3}'])
+def test_a_damaged_record_of_flatness_is_one_sentence(tmp_path, wrong):
+    run = written(tmp_path / "run", [record(1, accuracy=0.9, loss=1.0)])
+    (run / "flatness.json").write_bytes(wrong)
+    with pytest.raises(RunError, match=r"flatness\.json: not a record of flatness, or a damaged one"):
+        made(run)
+
+
+def test_landscapes_over_the_rounds_have_a_slider_and_a_frame_for_each_round(tmp_path):
+    for name, rounds in (("a", [0, 5, 10]), ("b", [0, 10])):
+        run = written(tmp_path / name, [record(1, loss=1.0)], f"local.lr=0.{len(rounds)}")
+        Film(rounds, [bowl(1.0 + k) for k in range(len(rounds))]).save(run / "landscapes-eigen.npz")
+    found = Read(made(tmp_path))
+    (slider,) = (values for tag, values in found.elements if values.get("type") == "range")
+    assert (slider["data-rounds"], slider["max"], slider["value"]) == ("[0, 5, 10]", "2", "2")
+    drawn = [figure for figure in found.figures if "frames" in figure]
+    assert [[frame["round"] for frame in figure["frames"]] for figure in drawn] == [[0, 5, 10], [0, 10]]
+    assert [figure["frames"][-1]["z"][0][2] for figure in drawn] == [0.5 + 2 * 3.0, 0.5 + 2 * 2.0]
+    assert {json.dumps(figure["layout"]["scene"]["camera"]) for figure in drawn} == {
+        json.dumps(drawn[0]["layout"]["scene"]["camera"])
+    }
+
+
+def test_a_trajectory_has_its_section_with_rounds_clients_and_average(tmp_path):
+    run = written(tmp_path / "run", [record(1, loss=1.0)])
+    path = np.array([[-1.0, 0.0], [0.5, 0.2], [0.0, 0.0]])
+    of = {
+        "rounds": np.arange(3),
+        "path": path,
+        "losses": np.ones(3),
+        "off": np.zeros(3),
+        "shares": np.array([0.9, 0.1]),
+    }
+    clients = {"clients": np.array([4, 7]), "clients_path": path[:2], "clients_off": np.zeros(2), "ends": path[1:]}
+    Trajectory(**of, **clients, local_round=3, surface=bowl(1.0)).save(run / "trajectory.npz")
+    found = Read(made(run))
+    assert "trajectory" in found.sections
+    (figure,) = (each for each in found.figures if each["data"][0]["type"] == "contour")
+    below, rounds, legs, scattered, average = figure["data"]
+    assert below["z"][0][2] == 2.5
+    assert (rounds["x"], rounds["text"][0]) == ([-1.0, 0.5, 0.0], "round 0: loss 1, 0 from the plane")
+    assert legs["x"] == [0.5, -1.0, None, 0.5, 0.5, None]
+    assert scattered["text"] == ["client 4, round 3", "client 7, round 3"] and average["x"] == [0.0]
+    go.Figure(figure["data"], figure["layout"])
 
 
 def test_seeds_that_miss_the_target_are_counted(tmp_path):

@@ -254,7 +254,13 @@ WILD = st.one_of(
 )  # fmt: skip
 ENTRIES = st.one_of(st.floats(width=32), st.sampled_from([0.0, 1.0, -30.0, 3e38, 1e-45, 5.0]))
 LIMITS = Admission(max_norm=100.0)
-TASKS = {name: problem(name) for name in ("fedavg", "scaffold + fednova", "fedcm", "feddyn", "fedsmoo", "fedadam")}
+# By how much a round's move may exceed the bound on every admitted ‖Δᵢ‖ (and on each vector beside it), which is
+# `admission.max_norm`. An average of Δᵢ is within it. FedNova's τ/aᵢ is at most 2 for these sizes. SCAFFOLD and FedSMOO
+# average Δᵢ alone; FedDyn adds Σ Δ/m of the rounds so far, FedGloSS its own dual of the same size, FedCM a momentum
+# that is an average of earlier moves; FedAdam's step is at most its learning rate.
+FACTORS = {"fedavg": 1.0, "scaffold": 1.0, "fedcm": 1.0, "fednova": 2.0, "scaffold + fednova": 2.0, "feddyn": 3.0,
+           "fedsmoo": 3.0, "fedgloss": 3.0, "fedadam": 1.0}  # fmt: skip
+TASKS = {name: problem(name) for name in FACTORS}
 
 
 @st.composite
@@ -283,8 +289,8 @@ def test_any_upload_that_is_accepted_leaves_the_state_finite_and_the_move_bounde
         state, report = after(task, list(uploads.values()), state, LIMITS, average=average)
         for vector in (state.weights, state.buffers, *state.vectors.values()):
             assert bool(vector.isfinite().all())
-        # ‖Δ‖ ≤ 100; FedNova's τ/a ≤ 2 for these sizes, FedDyn adds a mean of Δ that it has seen, FedAdam's step is ≤ 1.
-        assert float((state.weights - before.weights).norm()) <= 4 * LIMITS.max_norm
+        moved = float((state.weights - before.weights).double().norm())
+        assert moved <= FACTORS[name] * LIMITS.max_norm * (1 + 1e-5)
         assert {*report.cohort} | {client for client, _ in refusals(report)} == {*uploads} or report.skipped
 
 

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from fedflat.cli import data, export, flatness, flower, gap, methods, personalize, report, run, sweep, watch
+from fedflat.cli import data, export, flatness, flower, gap, methods, paths, personalize, report, run, sweep, watch
 from fedflat.cli.app import app, complain
 from fedflat.errors import FedflatError
 
@@ -20,6 +20,7 @@ __all__ = [
     "gap",
     "main",
     "methods",
+    "paths",
     "personalize",
     "report",
     "run",

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
+from fedflat.errors import printable
 from fedflat.trusted import trust_anything
 
 app = typer.Typer(help="Flatness-aware federated learning.", no_args_is_help=True, add_completion=False)
@@ -40,8 +41,8 @@ DirOption = Annotated[
 
 
 def complain(message: str) -> None:
-    """Print one sentence to standard error."""
-    err.print(f"fedflat: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    """Print one sentence to standard error; it may quote a file or a message, so control characters are replaced."""
+    err.print(f"fedflat: {printable(message, 4000)}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 class Spread(typer.core.TyperCommand):

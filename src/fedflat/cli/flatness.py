@@ -37,6 +37,18 @@ Picture = Annotated[Path | None, typer.Option("-o", "--out", help="where to draw
 MEASURED = "mean training loss of {samples} samples (evaluation mode, no decay, no augmentation)"
 
 
+class Parameters(StrEnum):
+    """The weights that the loss is a function of."""
+
+    trained = "trained"
+    all = "all"
+
+
+ParametersOption = Annotated[
+    Parameters, typer.Option(help="weights to vary: those that were trained, or all, with adapters merged")
+]
+
+
 class Plane(StrEnum):
     """The directions of a landscape."""
 
@@ -70,6 +82,7 @@ def flatness(
     weights: Annotated[
         WeightsName | None, typer.Option(help="of the clients, for --federated and --local; else the run's average")
     ] = None,
+    parameters: ParametersOption = Parameters.trained,
     seed: Seed = 0,
     picture: Picture = None,
     trust: TrustOption = False,
@@ -78,7 +91,7 @@ def flatness(
     """Spectrum and trace of the Hessian, sharpness and norms of the global models of finished runs or checkpoints.
 
     Runs that differ only in method and seed are compared by paired differences. With --density and -o the density of
-    the eigenvalues is drawn.
+    the eigenvalues is drawn. The numbers go to RUN/flatness.json too, where `fedflat report` finds them.
     """
     from fedflat import flatness as flat
     from fedflat.errors import RecipeError
@@ -98,7 +111,7 @@ def flatness(
     groups, localities, recipes = dict[str, list[flat.GroupSpectrum]](), dict[str, flat.Locality](), list[Recipe]()
     for run in checked(runs):
         with err.status(f"{run}: measuring"):
-            problem = load_run(run)
+            problem = load_run(run, parameters=parameters.value)
             recipes.append(problem.recipe)
             if federated:
                 asked = (k, products, density, relative_error)
@@ -124,6 +137,8 @@ def flatness(
             densities[str(run)] = seen.density
         named = {"run": str(run), "method": problem.recipe.method, "seed": problem.recipe.seed}
         rows.append({**named, "classes": problem.federation.dataset.classes, **found})
+        if not federated:
+            _keep(run, rows[-1])
     compared = differences(rows, recipes)
     if picture:
         draw_density(densities, picture)
@@ -138,6 +153,16 @@ def flatness(
 def _measured(rows: list[dict[str, Any]]) -> str:
     """What was measured, with the number of samples or the range of it over the runs."""
     return MEASURED.format(samples=span_of(rows, "samples"))
+
+
+def _keep(run: Path, row: dict[str, Any]) -> None:
+    """Write what was measured into the run's directory, where the report finds it."""
+    from fedflat.runs.folder import beside, write_whole, written_to
+
+    kept = {name: value for name, value in row.items() if name not in ("run", "theory", "clients")}
+    place = beside(run, "flatness.json")
+    with written_to(place, "make room, then measure again"):
+        write_whole(place, json.dumps(plain(kept), indent=2).encode() + b"\n")
 
 
 def _by_clients(
@@ -197,6 +222,7 @@ def landscape(
     span: Annotated[float, typer.Option(help="from −span to span along each direction")] = 1.0,
     points: Annotated[int, typer.Option(help="points along each direction", min=3)] = 25,
     samples: Samples = 1000,
+    parameters: ParametersOption = Parameters.trained,
     seed: Seed = 0,
     picture: Picture = None,
     trust: TrustOption = False,
@@ -216,7 +242,7 @@ def landscape(
         raise RecipeError(f"--span {span}: it must be a positive number")
     found, counts = {}, list[dict[str, Any]]()
     for run in checked(runs):
-        problem = load_run(run)
+        problem = load_run(run, parameters=parameters.value)
         objective = Portion(samples, seed).pooled(problem)
         counts.append({"samples": objective.samples})
         with err.status(f"{run}: directions"):
@@ -224,7 +250,7 @@ def landscape(
                 directions = eigen_plane(top_eigenvalues(Hessian(objective), 2, seed=seed))
             else:
                 directions = filter_normalised(objective, dimensions, seed, orthogonal=True)
-        with _bar(f"{run}", points**dimensions) as advance:
+        with bar(f"{run}", points**dimensions) as advance:
             found[str(run)] = walk(objective, directions[:dimensions], span, points, advance)
         found[str(run)].save(beside(run, f"landscape-{plane.value}.npz"))
     header = f"{_measured(counts)} on the {plane.value} {'line' if dimensions == 1 else 'plane'}"
@@ -269,7 +295,8 @@ def checked(runs: list[Path]) -> list[Path]:
 
 
 @contextmanager
-def _bar(title: str, total: int) -> Iterator[Any]:
+def bar(title: str, total: int) -> Iterator[Any]:
+    """A progress bar in the terminal; yields the function that advances it by one."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -279,6 +306,7 @@ def _bar(title: str, total: int) -> Iterator[Any]:
 
 
 def print_json(content: dict[str, Any]) -> None:
+    """Print numbers, tensors and arrays as JSON."""
     print(json.dumps(plain(content), indent=2))
 
 

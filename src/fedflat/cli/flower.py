@@ -24,7 +24,7 @@ def init(
     trust: TrustOption = False,
 ) -> None:
     """Write a ready Flower app: recipe, data hook, and the commands that run it."""
-    _need_flower()
+    need_flower()
     from fedflat.flower.project import write_app
     from fedflat.methods.parser import parse
     from fedflat.recipe import load, overridden
@@ -51,7 +51,7 @@ def keys(
     renew: Annotated[bool, typer.Option("--renew", help="only a new certificate of the server")] = False,
 ) -> None:
     """Make the certificates and keys of a deployment, in DIRECTORY/keys."""
-    _need_flower()
+    need_flower()
     from fedflat.flower import keys as made
     from fedflat.recipe import load
 
@@ -71,7 +71,7 @@ def keys(
 @deployment.command()
 def digest(directory: Annotated[Path, typer.Argument(help="folder of the app")]) -> None:
     """Print the digest of an app's recipe, by which a client agrees to it: `recipe` in its policy.toml."""
-    _need_flower()
+    need_flower()
     from fedflat.flower.policy import digest
     from fedflat.recipe import load
 
@@ -86,7 +86,7 @@ def _recipe_of(directory: Path, advice: str) -> Path:
     raise RecipeError(f"{directory}: no app is here (no recipe.toml){advice}")
 
 
-def _need_flower() -> None:
+def need_flower() -> None:
     try:
         import flwr  # noqa: F401
     except ImportError:

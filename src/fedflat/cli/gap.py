@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedflat.cli.app import JsonOption, TrustOption, app, err, out
-from fedflat.cli.flatness import Picture, Runs, Seed, checked, print_json, span_of
+from fedflat.cli.flatness import Parameters, ParametersOption, Picture, Runs, Seed, checked, print_json, span_of
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must not wait for it
     from fedflat.federation.population import Federation
@@ -28,6 +28,7 @@ def duality(
         int, typer.Option(help="training samples: of the gap, the pairs and the Hessian; 0 = all", min=0)
     ] = 4000,
     test_samples: Annotated[int, typer.Option(help="test samples: of the gap and the pairs; 0 = all", min=0)] = 0,
+    parameters: ParametersOption = Parameters.trained,
     seed: Seed = 0,
     picture: Picture = None,
     trust: TrustOption = False,
@@ -46,7 +47,7 @@ def duality(
 
     rows, results = list[dict[str, Any]](), {}
     for run in checked(runs):
-        problem = load_run(run)
+        problem = load_run(run, parameters=parameters.value)
         module = problem.network.module
         train, test = _halves(problem.federation, samples, test_samples, seed)
         for name in layer or [n for n in layers_of(module) if isinstance(module.get_submodule(n), nn.Linear)]:

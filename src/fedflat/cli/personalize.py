@@ -59,7 +59,7 @@ def personalize(
         problem = load_run(run)
         recipe = problem.recipe
         if how == "local":
-            problem = assemble(recipe, problem.federation, None, problem.method, problem.loss)
+            problem = assemble(recipe, problem.federation, None, problem.method, problem.task)
         usual = recipe.local.lr if how == "local" else last_lr(recipe, standing(run)["rounds"])
         rate = {"lr": usual if lr is None else lr, "lr_decay": lr_decay}
         watch = partial(track, description=str(run), console=err, transient=True, disable=not err.is_terminal)

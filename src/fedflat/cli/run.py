@@ -22,6 +22,7 @@ def run(
     method: Annotated[
         list[str] | None, typer.Option(help="method in place of the recipe's; again for a comparison")
     ] = None,
+    seeds: Annotated[int, typer.Option(help="runs of each method: the recipe's seed and the next ones", min=1)] = 1,
     set_: SetOption = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="run directory; default runs/NAME")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with what --out holds of this run")] = False,
@@ -34,7 +35,8 @@ def run(
     from fedflat.recipe import load
 
     chosen = [[f"method={json.dumps(name)}"] for name in method or []] or [[]]
-    recipes = [load(recipe, [*(set_ or []), *one]) for one in chosen]
+    given = [load(recipe, [*(set_ or []), *one]) for one in chosen]
+    recipes = [each.model_copy(update={"seed": each.seed + k}) for each in given for k in range(seeds)]
 
     from fedflat.methods.parser import parse
     from fedflat.runs.folder import refuse_taken
@@ -43,7 +45,8 @@ def run(
     folders: dict[Path, Recipe] = {}
     for each in recipes:
         parse(each.method)
-        folder = base if len(recipes) == 1 else base / _slug(str(each.method))
+        name = _slug(str(each.method)) + (f"-seed-{each.seed}" if seeds > 1 else "")
+        folder = base if len(recipes) == 1 else base / name
         if folder in folders:
             raise RecipeError(f"--method {each.method}: given twice")
         if not resume:
@@ -69,7 +72,28 @@ def resume(
     from fedflat.recipe import overridden
     from fedflat.runs.folder import read_recipe
 
+    if back_to is not None and is_deployment(directory):
+        _go_back(directory, back_to)
+        return
     _train({directory: overridden(read_recipe(directory), set_ or [])}, True, as_json, back_to)
+
+
+def is_deployment(directory: Path) -> bool:
+    """Whether a run's clients are elsewhere."""
+    return (directory / "deployment.json").exists()
+
+
+def _go_back(directory: Path, round: int) -> None:
+    """Return a deployment to a kept checkpoint; its server goes on from there when it is started again."""
+    from fedflat.cli.flower import need_flower
+
+    need_flower()
+    from fedflat.flower.journal import Journal
+    from fedflat.runs import go_back
+
+    go_back(directory, round, complain, Journal(directory).discard)
+    told = f"{directory}: is back at round {round}; go on with this deployment by `flwr run`"
+    out.print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to: int | None = None) -> None:
@@ -80,7 +104,7 @@ def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to:
 
     results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
     for folder, each in folders.items():
-        if (folder / "deployment.json").exists():
+        if is_deployment(folder):
             raise RunError(f"{folder}: its clients are elsewhere; go on with this deployment by `flwr run`")
         problem = prepare(each)
         full = problem.recipe

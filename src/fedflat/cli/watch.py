@@ -127,10 +127,10 @@ class Followed:
         return lines
 
     def _record(self, line: bytes) -> dict[str, Any]:
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("round"), int):
-                return record
+        from fedflat.runs.record import read_record
+
+        if record := read_record(line):
+            return record
         raise RunError(f"{self._metrics}: holds a line that is no round's record: {line[:60]!r}; the file is damaged")
 
     def _over(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedflat.errors import RecipeError
+from fedflat.tokens import is_tokens
 
 Fill = Literal["black", "mean", "reflect"]
 
@@ -23,7 +24,8 @@ def normalise(
     """Normalises bytes to (x/255 − mean)/std and other numbers to (x − mean)/std.
 
     Args:
-        inputs: a batch of samples. Images (batch, C, H, W) are returned in channels_last memory format.
+        inputs: a batch of samples. Images (batch, C, H, W) are returned in channels_last memory format, and token ids
+            stay integers.
         mean: one value per channel (for other samples: per entry of the last dimension), one for all, or none. With
             neither mean nor std, bytes are scaled to [0, 1] and other numbers are unchanged.
         std: like `mean`.
@@ -32,6 +34,8 @@ def normalise(
     >>> normalise(torch.tensor([[0, 51, 255]], dtype=torch.uint8), mean=(0.5,), std=(0.5,))
     tensor([[-1.0000, -0.6000,  1.0000]])
     """
+    if is_tokens(inputs):
+        return inputs.long()
     if inputs.ndim != 4:
         return _normalised(inputs, inputs.shape[-1], mean, std, dtype)
     channels = inputs.shape[1]

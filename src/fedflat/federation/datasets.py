@@ -21,11 +21,16 @@ from fedflat.errors import DataError, RecipeError, nearest
 from fedflat.federation import formats
 from fedflat.federation.formats import Labelled, Split
 from fedflat.randomness import generator
+from fedflat.tokens import IGNORED, PADDING, is_tokens
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Inputs, uint8 (N, C, H, W) for images or floating (N, …), with labels and perhaps their natural owners (N,)."""
+    """Inputs with labels and perhaps their natural owners (N,).
+
+    Inputs are uint8 images (N, C, H, W), floating numbers (N, …), or token ids (N, T) of another integer type, padded
+    with −1. Labels are classes (N,), classes of every token (N, T), of which −100 do not count, or floating targets.
+    """
 
     inputs: Tensor
     labels: Tensor
@@ -36,6 +41,10 @@ class Samples:
             raise DataError(f"samples: {len(self.inputs)} inputs with {len(self.labels)} labels; give one for each")
         if self.labels.dtype != torch.int64 and not self.labels.is_floating_point():
             raise DataError(f"samples: labels are {self.labels.dtype}; make them int64 classes, or floating targets")
+        if is_tokens(self.inputs) and self.inputs.ndim != 2:
+            raise DataError(
+                f"samples: token ids have the shape {tuple(self.inputs.shape)}; give one row for each sample"
+            )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -47,7 +56,18 @@ class Samples:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A training and a test part; `mean` and `std` are per channel, of inputs scaled to [0, 1]."""
+    """A training and a test part.
+
+    Attributes:
+        name: the name of the data set.
+        train: the training samples.
+        test: the test samples.
+        classes: the number of classes, or of the targets of a sample.
+        mean: mean of each channel, of inputs scaled to [0, 1].
+        std: standard deviation of each channel.
+        vocabulary: the number of tokens, if the inputs are token ids.
+        task: the task that the labels are for (`fedflat.tasks`), unless a recipe says otherwise.
+    """
 
     name: str
     train: Samples
@@ -55,16 +75,36 @@ class Dataset:
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    vocabulary: int = 0
+    task: str = "classification"
 
     def __post_init__(self) -> None:
         for part in (self.train, self.test):
             if not len(part):
                 raise DataError(f"{self.name}: it needs at least one training and one test sample")
-            if (
-                part.labels.dtype == torch.int64
-                and not 0 <= int(part.labels.min()) <= int(part.labels.max()) < self.classes
-            ):
-                raise DataError(f"{self.name}: labels must be classes from 0 to {self.classes - 1}")
+            if part.labels.dtype == torch.int64:
+                self._check_classes(part.labels.reshape(len(part), -1))
+            if is_tokens(part.inputs):
+                self._check_tokens(part.inputs)
+
+    def _check_classes(self, labels: Tensor) -> None:
+        counts = labels != IGNORED
+        if not bool((((labels >= 0) & (labels < self.classes)) | ~counts).all()):
+            raise DataError(f"{self.name}: labels must be classes from 0 to {self.classes - 1}")
+        if not bool(counts.any(dim=1).all()):
+            sample = int(counts.any(dim=1).int().argmin())
+            raise DataError(f"{self.name}: all labels of sample {sample} are {IGNORED}, so it teaches nothing")
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        low, high = int(tokens.min()), int(tokens.max())
+        if not PADDING <= low <= high < self.vocabulary:
+            raise DataError(
+                f"{self.name}: token ids go from {low} to {high}, where 0 to {self.vocabulary - 1} are known and "
+                f"{PADDING} is padding"
+            )
+        here = tokens >= 0
+        if not bool(here[:, 0].all()) or not bool((here[:, 1:] <= here[:, :-1]).all()):
+            raise DataError(f"{self.name}: a sample has padding before a token; pad rows of tokens at their end")
 
     @property
     def shape(self) -> tuple[int, ...]:

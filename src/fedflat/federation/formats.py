@@ -73,6 +73,8 @@ def check_labels(path: Path, labels: NDArray[Any], samples: int, classes: int) -
     """Labels as int64 (N,), one per sample and each in 0 … classes − 1."""
     if labels.size != samples:
         raise DataError(f"{path} has {labels.size} labels for {samples} images")
+    if labels.dtype.kind not in "iufb":
+        raise DataError(f"{path} has labels of {labels.dtype}, where numbers are expected")
     flat = labels.reshape(samples).astype(np.int64)
     if samples and not 0 <= flat.min() <= flat.max() < classes:
         raise DataError(f"{path} has a label outside 0 … {classes - 1}: {flat.min()} … {flat.max()}")
@@ -228,10 +230,14 @@ def read_medmnist(path: Path, classes: int) -> Split:
 
     def labelled(*names: str) -> Labelled:
         images = [_channels_first(path, content[parts[name][0]]) for name in names]
-        pixels = np.ascontiguousarray(np.concatenate(images))
-        return pixels, check_labels(path, np.concatenate([content[parts[n][1]] for n in names]), len(pixels), classes)
+        labels = [
+            check_labels(path, content[parts[name][1]], len(pixels), classes)
+            for name, pixels in zip(names, images, strict=True)
+        ]
+        return np.ascontiguousarray(np.concatenate(images)), np.concatenate(labels)
 
-    return labelled("train", "val"), labelled("test")
+    with reading(path):  # parts may differ in their shapes
+        return labelled("train", "val"), labelled("test")
 
 
 def _channels_first(path: Path, images: NDArray[Any]) -> Images:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice, zip_longest
+from itertools import islice, starmap, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from fedflat.federation.augment import Augment, normalise
 from fedflat.federation.datasets import Dataset, Samples, load
 from fedflat.federation.splits import Shards
 from fedflat.randomness import numpy_generator
+from fedflat.tokens import is_tokens, lengths
 
 BLOCK, NUMBERS = 512, 2**18  # maximum number of samples, and of their elements, that are prepared at a time
+SORTED = 50  # batches whose samples are sorted by length together
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Federation:
         shards: the indices of each client's training samples.
         augment: the augmentation of training batches.
         dtype: the precision of the batches.
-        tests: the indices of each client's test samples, if the authors of the partition draw them too.
+        tests: the indices of each client's test samples, if the partition divides them too.
+        by_length: whether a batch holds token samples of similar length, so that it has little padding.
     """
 
     dataset: Dataset
@@ -42,6 +45,7 @@ class Federation:
     augment: Augment = field(default_factory=Augment)
     dtype: torch.dtype = torch.float32
     tests: tuple[Tensor, ...] | None = None
+    by_length: bool = False
 
     @property
     def clients(self) -> int:
@@ -100,11 +104,17 @@ class Federation:
             chance: generator for the augmentation; None turns it off.
         """
         block = 1 if self.augment.draws and chance is not None else max(1, self._block // (size or self._block))
-        indices = batch_indices(self.shard(client), size, steps, order)
+        indices = self._indices(client, size, steps, order)
         while together := list(islice(indices, block)):
             inputs, labels = self.batch(torch.cat(together), chance)
             sizes = [len(batch) for batch in together]
-            yield from zip(inputs.split(sizes), labels.split(sizes), strict=True)
+            yield from starmap(trimmed, zip(inputs.split(sizes), labels.split(sizes), strict=True))
+
+    def _indices(self, client: int, size: int, steps: int, order: torch.Generator | None) -> Iterator[Tensor]:
+        shard = self.shard(client)
+        if not self.by_length or order is None:
+            return batch_indices(shard, size, steps, order)
+        return batch_indices(shard, size, steps, order, lengths(self.dataset.train.inputs[shard]))
 
     def batches_together(
         self, clients: Sequence[int], size: int, steps: Sequence[int], orders: Sequence[torch.Generator | None]
@@ -114,7 +124,7 @@ class Federation:
         Each has the shape (clients, samples, …). The share of a sample is 1/n in a batch of n samples. Padding of
         short batches, and batches of clients that have no more steps, have share 0.
         """
-        streams = [batch_indices(self.shard(c), size, k, o) for c, k, o in zip(clients, steps, orders, strict=True)]
+        streams = [self._indices(c, size, k, o) for c, k, o in zip(clients, steps, orders, strict=True)]
         each = [batch for step in zip_longest(*streams, fillvalue=torch.zeros(0).long()) for batch in step]
         lengths = torch.tensor([len(batch) for batch in each]).unsqueeze(1)
         indices = pad_sequence(each, batch_first=True)
@@ -132,8 +142,8 @@ class Federation:
         indices = indices.to(data.train.inputs.device)
         inputs, labels = data.train.inputs.index_select(0, indices), data.train.labels.index_select(0, indices)
         if chance is None:
-            return normalise(inputs, data.mean, data.std, self.dtype), labels
-        return self.augment(inputs, data.mean, data.std, chance, self.dtype), labels
+            return trimmed(normalise(inputs, data.mean, data.std, self.dtype), labels)
+        return trimmed(self.augment(inputs, data.mean, data.std, chance, self.dtype), labels)
 
     def size(self, part: str) -> int:
         """The number of samples of a part, "train" or "test"."""
@@ -144,7 +154,7 @@ class Federation:
         """The inputs and labels of the samples start … stop − 1 of a part, normalised and without augmentation."""
         samples: Samples = getattr(self.dataset, part)
         inputs = normalise(samples.inputs[start:stop], self.dataset.mean, self.dataset.std, self.dtype)
-        return inputs, samples.labels[start:stop]
+        return trimmed(inputs, samples.labels[start:stop])
 
     def counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The number of samples of each class that each client holds, as clients × classes."""
@@ -171,15 +181,35 @@ def batch_steps(samples: float, batch: int, epochs: int, steps: int | None) -> i
     return steps if steps is not None else epochs * math.ceil(samples / (batch or samples))
 
 
-def batch_indices(shard: Tensor, batch: int, steps: int, order: torch.Generator | None) -> Iterator[Tensor]:
-    """Yields the indices of `steps` batches. The samples are shuffled before each epoch if a generator is given."""
+def batch_indices(
+    shard: Tensor, batch: int, steps: int, order: torch.Generator | None, lengths: Tensor | None = None
+) -> Iterator[Tensor]:
+    """Yields the indices of `steps` batches. The samples are shuffled before each epoch if a generator is given.
+
+    With their lengths, the shuffled samples are sorted by length within stretches of `SORTED` batches, and the batches
+    of an epoch are shuffled again.
+    """
     size = batch or len(shard)
     done = 0
     while done < steps:
-        epoch = shard if order is None else shard[torch.randperm(len(shard), generator=order)]
-        for indices in epoch.split(size)[: steps - done]:
+        drawn = None if order is None else torch.randperm(len(shard), generator=order)
+        if lengths is None or drawn is None:
+            epoch = (shard if drawn is None else shard[drawn]).split(size)
+        else:
+            stretches = [some[lengths[some].argsort(stable=True)] for some in drawn.split(size * SORTED)]
+            batches = shard[torch.cat(stretches)].split(size)
+            epoch = tuple(batches[i] for i in torch.randperm(len(batches), generator=order).tolist())
+        for indices in epoch[: steps - done]:
             yield indices
             done += 1
+
+
+def trimmed(inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Removes the columns of a batch of token ids in which all rows are padding."""
+    if not is_tokens(inputs) or bool((inputs[:, -1] >= 0).any()):
+        return inputs, labels
+    longest = int(lengths(inputs).max())
+    return inputs[:, :longest], labels[:, :longest] if labels.shape == inputs.shape else labels
 
 
 def federate(
@@ -194,6 +224,7 @@ def federate(
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
     normalise: bool = True,
+    by_length: bool = False,
     **options: Any,
 ) -> Federation:
     """Loads a data set and divides it among clients.
@@ -209,6 +240,7 @@ def federate(
         mean: mean of each channel; that of the data set by default.
         std: standard deviation of each channel; that of the data set by default.
         normalise: whether to apply mean and std. Bytes are scaled to [0, 1] in either case.
+        by_length: whether batches hold texts of similar length.
         options: the options of the split, such as `alpha`.
 
     Raises:
@@ -229,7 +261,8 @@ def federate(
         dataset = replace(dataset, mean=(0.0,) * len(dataset.mean), std=(1.0,) * len(dataset.std))
     shards, tests = _divided(dataset, split, clients, seed, draws, options)
     matched = None if tests is None else tuple(map(torch.from_numpy, tests))
-    return Federation(dataset, tuple(map(torch.from_numpy, shards)), augment or Augment(), tests=matched)
+    held = tuple(map(torch.from_numpy, shards))
+    return Federation(dataset, held, augment or Augment(), tests=matched, by_length=by_length)
 
 
 def _divided(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
-from fedflat.errors import RecipeError, TrainingError, nearest
+from fedflat.errors import RecipeError, nearest
+from fedflat.flatness.graphs import KEPT_BYTES, Graphs
+from fedflat.flatness.lanczos import NotFiniteError, largest
 from fedflat.flatness.objective import Objective
 
 Matrix = Literal["hessian", "ggn", "fisher"]
@@ -37,7 +37,12 @@ class Operator(Protocol):
 class Hessian:
     """The Hessian H = ∇²f(w) of an objective as an operator: `hessian @ v` is the derivative of ∇f along v.
 
-    The samples and their order are fixed and nothing is random, so every product uses the same matrix.
+    The samples and their order are fixed and nothing is random, so every product uses the same matrix. The operator
+    keeps the graphs of the gradients while the weights stay, which saves a third of the time of each further product.
+
+    Args:
+        objective: the mean loss f. Its module holds the weights w.
+        memory: bytes that the graphs may hold. With 0 none are kept.
 
     >>> x = torch.tensor([[1.0], [3.0]])
     >>> f = Objective(torch.nn.Linear(1, 1, bias=False), lambda z, y: 0.5 * (z - y).square().mean(), [(x, x)])
@@ -47,9 +52,10 @@ class Hessian:
 
     matrix: Matrix = "hessian"
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, memory: int = KEPT_BYTES) -> None:
         self.objective = objective
         self.products = 0
+        self._graphs = Graphs(memory)
 
     @property
     def size(self) -> int:
@@ -61,7 +67,7 @@ class Hessian:
 
     def __matmul__(self, vector: Tensor) -> Tensor:
         self.products += 1
-        return self.objective.product(vector)
+        return self.objective.product(vector, self._graphs)
 
 
 class GaussNewton(Hessian):
@@ -75,7 +81,7 @@ class GaussNewton(Hessian):
 
     def __matmul__(self, vector: Tensor) -> Tensor:
         self.products += 1
-        return self.objective.gauss_newton(vector)
+        return self.objective.gauss_newton(vector, self._graphs)
 
 
 class Fisher(GaussNewton):
@@ -89,9 +95,9 @@ class Fisher(GaussNewton):
 
     matrix: Matrix = "fisher"
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, memory: int = KEPT_BYTES) -> None:
         names = list(objective.layout.shapes)
-        super().__init__(Objective(objective.module, _likelihood, objective.batches, names))
+        super().__init__(Objective(objective.module, _likelihood, objective.batches, names), memory)
 
 
 def _likelihood(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -143,15 +149,14 @@ def ratio(values: Sequence[float]) -> tuple[float | None, str]:
 
 
 def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed: int = 0) -> Eigen:
-    """Computes the k algebraically largest eigenvalues with SciPy's Lanczos method.
+    """Computes the k algebraically largest eigenvalues with the Lanczos method.
 
-    If the matrix has at most k + 1 rows, it is formed and diagonalised instead. Only the products run on the
-    operator's device.
+    Only the products run on the operator's device.
 
     Args:
         hessian: the operator.
         k: number of eigenvalues.
-        tolerance: relative accuracy of the eigenvalues.
+        tolerance: largest residual ‖H v − λ v‖ in units of |λ|.
         seed: seed of the start vector.
 
     Returns:
@@ -161,39 +166,9 @@ def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed
         TrainingError: Lanczos did not converge.
     """
     before = hessian.products
-    if hessian.size <= k + 1:
-        identity = torch.eye(hessian.size, dtype=hessian.dtype)
-        found, columns = torch.linalg.eigh(torch.stack([(hessian @ unit).cpu() for unit in identity]))
-        top, vectors = found.flip(0)[:k], columns.T.flip(0)[:k].contiguous()
-    else:
-        top, vectors = _lanczos(hessian, k, tolerance, seed)
-    spent = hessian.products - before
-    residuals = torch.stack([((hessian @ v).cpu() - value * v).norm() for value, v in zip(top, vectors, strict=True)])
-    return Eigen(top, vectors, residuals, spent)
-
-
-def _lanczos(hessian: Operator, k: int, tolerance: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Eigenvalues in descending order, and the eigenvectors as rows."""
-
-    def product(vector: Any) -> Any:
-        image = (hessian @ torch.from_numpy(np.ascontiguousarray(vector)).reshape(-1)).cpu().numpy()
-        if not np.isfinite(image).all():
-            raise FloatingPointError  # ARPACK would treat it as zero
-        return image
-
-    dtype = np.float64 if hessian.dtype == torch.float64 else np.float32
-    operator = LinearOperator((hessian.size, hessian.size), matvec=product, dtype=dtype)
-    start = np.random.default_rng(seed).standard_normal(hessian.size).astype(dtype)
-    subspace = min(hessian.size, max(4 * k, 20))
     try:
-        values, columns = eigsh(operator, k=k, which="LA", tol=tolerance, v0=start, ncv=subspace)
-    except ArpackNoConvergence as error:
-        raise TrainingError(
-            f"the {k} largest eigenvalues did not converge to tolerance {tolerance:g}; ask for fewer"
-        ) from error
-    except ArpackError:  # the first product was zero, for example in a layer whose inputs are all zero
-        return torch.zeros(k, dtype=hessian.dtype), torch.eye(k, hessian.size, dtype=hessian.dtype)
-    except FloatingPointError:
-        return torch.full((k,), math.nan, dtype=hessian.dtype), torch.eye(k, hessian.size, dtype=hessian.dtype)
-    order = np.argsort(values)[::-1]
-    return torch.from_numpy(values[order].copy()), torch.from_numpy(columns.T[order].copy())
+        values, vectors, residuals = largest(hessian, k, tolerance, seed)
+    except NotFiniteError:
+        values = torch.full((k,), math.nan, dtype=hessian.dtype)
+        vectors, residuals = torch.eye(k, hessian.size, dtype=hessian.dtype), values
+    return Eigen(values, vectors, residuals, hessian.products - before)

@@ -65,7 +65,12 @@ class Landscape:
             raise RunError(f"{path}: the landscape cannot be read ({error.strerror})") from error
         except Exception as error:  # a damaged zip or header makes zipfile, zlib and NumPy raise almost anything
             raise RunError(f"{path}: not a landscape file, or a damaged one; measure the landscape again") from error
-        if not (_is_grid(axes) and _is_real(values, axes.shape[1:] * len(axes)) and _is_real(centre, ())):
+        return cls.checked(path, axes, values, centre)
+
+    @classmethod
+    def checked(cls, path: str | PathLike[str], axes: NDArray[Any], values: NDArray[Any], centre: Any) -> Landscape:
+        """A landscape from the arrays of a file. Raises `RunError` if they do not fit each other."""
+        if not (_is_grid(axes) and _is_real(values, axes.shape[1:] * len(axes)) and _is_real(np.asarray(centre), ())):
             raise RunError(f"{path}: its values do not fit its axes; measure the landscape again")
         return cls(axes, values, float(centre))
 
@@ -109,12 +114,12 @@ def landscape(
     plane = [direction.to(home) for direction in directions]
     axis = span * (np.arange(1 - points, points, 2) / (points - 1))  # exactly 0 in the middle and ±span at the ends
     values = []
-    for steps in product(axis, repeat=len(plane)):
-        there = sum((float(step) * direction for step, direction in zip(steps, plane, strict=True)), home)
-        with objective.at(there):
+    with objective.at(home):
+        for steps in product(axis.tolist(), repeat=len(plane)):
+            objective.move(home, plane, steps)
             values.append(objective.value())
-        if progress:
-            progress()
+            if progress:
+                progress()
     grid = np.array(values).reshape((points,) * len(plane))
     return Landscape(np.tile(axis, (len(plane), 1)), grid, objective.value())
 

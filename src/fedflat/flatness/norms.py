@@ -17,6 +17,7 @@ from torch.linalg import matrix_norm
 
 from fedflat.errors import DataError, RecipeError
 from fedflat.flatness.hessian import top_eigenvalues
+from fedflat.models import is_adapted, merged
 
 
 def weight_norm(module: nn.Module) -> float:
@@ -53,7 +54,8 @@ class LayerNorm:
 def layer_norms(module: nn.Module, sample: Tensor) -> list[LayerNorm]:
     """The norms of every nn.Linear and nn.Conv2d that a forward pass uses, in module order.
 
-    A convolution is measured on images of the size that reaches it, with its stride, padding, dilation and groups.
+    A layer with an adapter has the weight W + s·BA. A convolution is measured on images of the size that reaches it,
+    with its stride, padding, dilation and groups.
     A layer that the pass uses more than once counts once, with its last input.
 
     Args:
@@ -64,6 +66,7 @@ def layer_norms(module: nn.Module, sample: Tensor) -> list[LayerNorm]:
         RecipeError: the forward pass uses neither an nn.Linear nor an nn.Conv2d.
         DataError: the model cannot process the sample.
     """
+    module = merged(module) if is_adapted(module) else module
     shapes = _input_shapes(module, sample)
     if not shapes:
         raise RecipeError("model: found no nn.Linear or nn.Conv2d whose norm could be computed")

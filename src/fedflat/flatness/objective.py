@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
-import torch.autograd.forward_ad as fwAD
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.autograd import grad
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedflat.engine import keep_freed_memory
 from fedflat.errors import TrainingError
+from fedflat.flatness.graphs import Edge, Graph, Graphs, edges, pullback
 from fedflat.local import Batch, Loss
-from fedflat.models import Layout
+from fedflat.models import Layout, plain_output
+from fedflat.tasks import counted
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+class _Linearised(NamedTuple):
+    """One batch's outputs z, the pullback Jᵀu as a function of u, and ∇_z ℓ as a function of z."""
+
+    outputs: list[Edge]
+    u: Tensor
+    pulled: list[Edge]
+    z: Tensor
+    slope: list[Edge]
 
 
 class Objective:
@@ -41,13 +51,13 @@ class Objective:
     def __init__(
         self, module: nn.Module, loss: Loss, batches: Sequence[Batch], names: Sequence[str] | None = None
     ) -> None:
-        self.module, self.loss, self.batches = module.eval(), loss, batches
+        self.module, self.loss, self.batches = plain_output(module.eval()), loss, batches
         chosen = {n: p for n, p in module.named_parameters() if p.requires_grad and (names is None or n in names)}
         self.parameters = list(chosen.values())
         self.layout = Layout.of(chosen.items())
         self.samples = sum(len(labels) for _, labels in batches)
         _refuse_infinite(module)
-        self._forward_mode = any(isinstance(layer, CONVOLUTIONS) for layer in module.modules())
+        self._counted = sum(counted(loss, labels) for _, labels in batches)
         keep_freed_memory()
 
     def of(self, names: Sequence[str]) -> Objective:
@@ -73,16 +83,19 @@ class Objective:
         """Sets other weights inside a `with` block and restores the old ones exactly afterwards."""
         home = self.weights
         try:
-            self._move(weights)
+            self.move(weights)
             yield
         finally:
-            self._move(home)
+            self.move(home)
 
     @torch.no_grad()
-    def _move(self, weights: Tensor) -> None:
-        views = self.layout.views(weights.to(self.dtype))
-        for parameter, view in zip(self.parameters, views.values(), strict=True):
-            parameter.copy_(view)
+    def move(self, weights: Tensor, directions: Sequence[Tensor] = (), steps: Sequence[float] = ()) -> None:
+        """Sets w ← weights + Σ stepᵢ · directionᵢ in place, without a vector in between."""
+        views = [self.layout.views(vector.to(self.dtype)).values() for vector in (weights, *directions)]
+        for parameter, start, *along in zip(self.parameters, *views, strict=True):
+            parameter.copy_(start)
+            for step, direction in zip(steps, along, strict=True):
+                parameter.add_(direction, alpha=step)
 
     @torch.no_grad()
     def value(self) -> float:
@@ -91,67 +104,62 @@ class Objective:
 
     def gradient(self) -> Tensor:
         """∇f at the module's weights."""
-        total = torch.zeros_like(self.weights)
+        total = torch.zeros(self.size, dtype=self.dtype, device=self.parameters[0].device)
         for batch in self.batches:
-            total.add_(flat(torch.autograd.grad(self._mean(batch), self.parameters)), alpha=self.share(batch))
+            total.add_(flat(grad(self._mean(batch), self.parameters)), alpha=self.share(batch))
         return total
 
-    def product(self, vector: Tensor) -> Tensor:
-        """∇²f · v at the module's weights, summed over the batches: the derivative of each batch's gradient along v."""
-        total = torch.zeros_like(self.weights)
-        directions = list(self.layout.views(vector.to(total)).values())
-        for batch in self.batches:
-            total.add_(flat(self._along(batch, directions)), alpha=self.share(batch))
-        return total
+    def product(self, vector: Tensor, graphs: Graphs | None = None) -> Tensor:
+        """∇²f · v = ∇⟨∇f, v⟩ at the module's weights, summed over the batches.
 
-    def _along(self, batch: Batch, directions: list[Tensor]) -> Sequence[Tensor]:
-        """The Hessian product of one batch, by a second backward pass or by forward-over-reverse differentiation.
-
-        For convolutions torch's second backward pass computes more than is needed, and forward-over-reverse is a tenth
-        faster. For matrix products it is a third slower. Some layers (attention, group norm in channels_last) have no
-        forward derivative in torch.
+        Args:
+            vector: the vector v.
+            graphs: keeps the graphs of the gradients for further products (only for products of this objective).
         """
-        if self._forward_mode:
-            try:
-                return self._dual(batch, directions)
-            except RuntimeError:  # an error of the module itself is raised again below
-                self._forward_mode = False
-        slopes = torch.autograd.grad(self._mean(batch), self.parameters, create_graph=True)
-        return torch.autograd.grad(slopes, self.parameters, directions)
+        return self._sum(vector, graphs, self._slopes, lambda slopes, v: pullback(slopes, self.parameters, v))
 
-    def _dual(self, batch: Batch, directions: list[Tensor]) -> list[Tensor]:
-        inputs, labels = batch
-        with fwAD.dual_level():
-            pairs = zip(self.layout.shapes, self.parameters, directions, strict=True)
-            duals = {name: fwAD.make_dual(p.detach().requires_grad_(), v) for name, p, v in pairs}
-            loss = self.loss(functional_call(self.module, duals, (inputs,)), labels)
-            slopes = torch.autograd.grad(loss, list(duals.values()))
-            tangents = [fwAD.unpack_dual(slope).tangent for slope in slopes]
-        return [torch.zeros_like(v) if t is None else t for t, v in zip(tangents, directions, strict=True)]
+    def _slopes(self, batch: Batch) -> list[Edge]:
+        """The gradient of one batch's mean loss, as the ends of its graph."""
+        return edges(grad(self._mean(batch), self.parameters, create_graph=True, materialize_grads=True))
 
-    def gauss_newton(self, vector: Tensor) -> Tensor:
-        """G v with G = (1/N) Σ Jᵀ ∇²_z ℓ J, where J is the derivative of a sample's outputs z in the weights."""
-        total = torch.zeros_like(self.weights)
-        directions = list(self.layout.views(vector.to(total)).values())
-        for batch in self.batches:
-            total.add_(flat(self._linearised(batch, directions)), alpha=self.share(batch))
-        return total
+    def gauss_newton(self, vector: Tensor, graphs: Graphs | None = None) -> Tensor:
+        """G v with G = (1/N) Σ Jᵀ ∇²_z ℓ J, where J is the derivative of a sample's outputs z in the weights.
 
-    def _linearised(self, batch: Batch, directions: list[Tensor]) -> Sequence[Tensor]:
-        """Jᵀ ∇²_z ℓ J v of one batch. Jᵀu is linear in u, so its derivative in u, applied to v, is J v."""
+        The arguments are those of `product`. Its graphs are other ones.
+        """
+        return self._sum(vector, graphs, self._linearised, self._bent)
+
+    def _linearised(self, batch: Batch) -> _Linearised:
         inputs, labels = batch
         outputs = self.module(inputs)
         u = torch.zeros_like(outputs, requires_grad=True)
-        pulled = torch.autograd.grad(outputs, self.parameters, u, create_graph=True, materialize_grads=True)
-        (pushed,) = torch.autograd.grad(pulled, u, directions, retain_graph=True, materialize_grads=True)
+        pulled = grad(outputs, self.parameters, u, create_graph=True, materialize_grads=True)
         z = outputs.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.loss(z, labels), z, create_graph=True)
-        (bent,) = torch.autograd.grad(slope, z, pushed, materialize_grads=True)
-        return torch.autograd.grad(outputs, self.parameters, bent, materialize_grads=True)
+        slope = grad(self.loss(z, labels), z, create_graph=True)
+        return _Linearised(edges([outputs]), u, edges(pulled), z, edges(slope))
+
+    def _bent(self, graph: _Linearised, directions: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Jᵀ ∇²_z ℓ J v of one batch. Jᵀu is linear in u, so its derivative in u, applied to v, is J v."""
+        pushed = pullback(graph.pulled, [graph.u], directions)
+        return pullback(graph.outputs, self.parameters, pullback(graph.slope, [graph.z], pushed))
+
+    def _sum(
+        self,
+        vector: Tensor,
+        graphs: Graphs | None,
+        make: Callable[[Batch], Graph],
+        product: Callable[[Graph, Sequence[Tensor]], Sequence[Tensor]],
+    ) -> Tensor:
+        """Σ_b (n_b/N) product_b(v), each from the graph that `make` makes of the batch."""
+        total = torch.zeros(self.size, dtype=self.dtype, device=self.parameters[0].device)
+        directions = list(self.layout.views(vector.to(total)).values())
+        for batch, graph in (graphs or Graphs(budget=0)).over(self.module, self.batches, make):
+            total.add_(flat(product(graph, directions)), alpha=self.share(batch))
+        return total
 
     def share(self, batch: Batch) -> float:
-        """n_b/N, the weight of the batch's mean in the mean over all samples."""
-        return len(batch[1]) / self.samples
+        """n_b/N, the weight of the batch's mean in the mean over all samples (over tokens, if the loss counts them)."""
+        return counted(self.loss, batch[1]) / self._counted
 
     def _mean(self, batch: Batch) -> Tensor:
         inputs, labels = batch

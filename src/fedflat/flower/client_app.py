@@ -126,6 +126,7 @@ def _answered(
     answer: Callable[[Question, Desk], RecordDict],
 ) -> Message:
     """Return the answer to a message, or one sentence if the client's policy does not allow it."""
+    from fedflat.errors import printable
     from fedflat.flower import messages
     from fedflat.flower.policy import PolicyError, read_policy
     from fedflat.recipe import Recipe, load
@@ -142,7 +143,7 @@ def _answered(
         except messages.UnfitError as unfit:
             raise PolicyError(f"{question}: {unfit.args[1]}") from None
     except PolicyError as refused:
-        sentence = messages.plain(refused)
+        sentence = printable(refused)
         _note_refusal(book, question, sentence)
         return Message(messages.content({}, {"refused": sentence}), reply_to=message)
 
@@ -196,7 +197,7 @@ def _local_round(question: Question, desk: Desk) -> RecordDict:
     with one_thread():
         upload, kept = settled_worker(problem).local_round(Broadcast(ask.round, lr, sent), client, memory)
     if shelf:
-        answer["digest"] = keep(shelf, ask.round, kept, {"run": ask.run, "client": str(client)}).digest
+        answer["digest"] = keep(shelf, ask.round, kept, {"run": ask.run, "client": str(client)}, ask.mark).digest
     upload = _guarded(upload, method)
     facts_up = {**messages.upload_facts(upload), **answer, "forgiven": forgiven}
     return messages.content({"delta": upload.delta, **upload.vectors}, facts_up, upload.notes)

@@ -49,6 +49,11 @@ def read_table(folder: Path, clients: int) -> dict[str, int]:
     return table
 
 
+def has_keys(grid: object) -> bool:
+    """Return whether the nodes of a grid have keys. Flower's simulation runs all nodes on one machine, without keys."""
+    return hasattr(grid, "get_nodes") and type(grid).__name__ != "InMemoryGrid"
+
+
 def known_nodes(listed: Iterable[Any], table: Mapping[str, int]) -> dict[int, tuple[int | None, str]]:
     """Return for each connected node the client of its key, if any, and the key's fingerprint."""
     keys = {int(node.node_id): fingerprint(bytes(node.public_key)) for node in listed}

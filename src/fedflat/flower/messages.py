@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedflat.engine import NUMBERS, arrays, vectors
+from fedflat.errors import printable, shown
 from fedflat.flower.shelf import Mark
 from fedflat.local import Vectors
 from fedflat.methods import Upload
@@ -26,7 +26,6 @@ from fedflat.rounds import Problem
 VECTORS, FACTS, NOTES = "vectors", "facts", "notes"
 SLACK = 4096  # maximum bytes of an array's header
 NUMPY = "numpy.ndarray"
-WORDS = 300  # maximum characters kept of a text
 ROUNDS = 10_000_000  # far beyond any run
 SAMPLES = 10**12
 NAMED = 64  # maximum notes of an upload, and characters of a name
@@ -34,17 +33,6 @@ NAMED = 64  # maximum notes of an upload, and characters of a name
 
 class UnfitError(Exception):
     """A message that is not what was asked for: a one-word reason and a short explanation."""
-
-
-def plain(text: object, most: int = WORDS) -> str:
-    """Clean an untrusted text for display and storage: one line, cut, without control characters.
-
-    >>> plain("disk\\n on \\x1b[31mfire")
-    'disk on [31mfire'
-    """
-    start = str(text)[: 4 * most]
-    shown = "".join(c for c in " ".join(start.split()) if not unicodedata.category(c).startswith("C"))
-    return shown if len(shown) <= most else f"{shown[:most]}…"
 
 
 def content(named: Vectors, facts: dict[str, Any], notes: dict[str, float] | None = None) -> RecordDict:
@@ -61,7 +49,7 @@ def whole(facts: Mapping[str, Any], name: str, low: int, high: int) -> int:
     """Read an integer of a message, within its range."""
     value = facts.get(name)
     if type(value) is not int or not low <= value <= high:
-        raise UnfitError("weight", f"{name} = {plain(repr(value), 40)} is not a whole number from {low} to {high}")
+        raise UnfitError("weight", f"{name} = {shown(value, 40)} is not a whole number from {low} to {high}")
     return value
 
 
@@ -69,7 +57,7 @@ def word(facts: Mapping[str, Any], name: str, pattern: str) -> str:
     """Read a short text of a message, of a known form."""
     value = facts.get(name)
     if not isinstance(value, str) or len(value) > 256 or not re.fullmatch(pattern, value):
-        raise UnfitError("names", f"{name} = {plain(repr(value), 40)} is not of its form")
+        raise UnfitError("names", f"{name} = {shown(value, 40)} is not of its form")
     return value
 
 
@@ -86,23 +74,23 @@ def read_vectors(record: RecordDict, most: int) -> Vectors:
     unpacked: dict[str, np.ndarray[Any, Any]] = {}
     for name, array in found.items():
         if array.stype != NUMPY:
-            raise UnfitError("dtype", f"{plain(name, NAMED)} is packed as {plain(repr(array.stype), NAMED)}")
+            raise UnfitError("dtype", f"{printable(name, NAMED)} is packed as {shown(array.stype, NAMED)}")
         try:
             # Flower reads arrays with allow_pickle=False, so a message cannot contain objects.
             unpacked[name] = np.array(array.numpy())
         except Exception as error:  # untrusted bytes: NumPy may raise anything
-            raise UnfitError("shape", f"{plain(name, NAMED)} cannot be unpacked ({plain(error)})") from None
+            raise UnfitError("shape", f"{printable(name, NAMED)} cannot be unpacked ({printable(error)})") from None
     try:
         return vectors(unpacked)
     except (TypeError, ValueError) as error:
-        raise UnfitError("dtype", f"an array is of a kind that no vector has ({plain(error)})") from None
+        raise UnfitError("dtype", f"an array is of a kind that no vector has ({printable(error)})") from None
 
 
 def read_exactly(record: RecordDict, sizes: Mapping[str, int], dtype: torch.dtype) -> Vectors:
     """Read exactly these vectors from a message; all must be finite, and no others may be present."""
     found = read_vectors(record, sum(sizes.values()) * dtype.itemsize)
     if found.keys() != sizes.keys():
-        named = ", ".join(sorted(plain(name, NAMED) for name in found)) or "none"
+        named = ", ".join(sorted(printable(name, NAMED) for name in found)) or "none"
         raise UnfitError("names", f"it has the vectors {named}, not {', '.join(sorted(sizes))}")
     for name, vector in found.items():
         if vector.shape != (sizes[name],) or vector.dtype != dtype:
@@ -139,7 +127,7 @@ def read_lr(facts: Mapping[str, Any], local: Local, round: int) -> float:
     """Read η of a round and check it against the recipe."""
     lr, expected = facts.get("lr"), local.lr * local.lr_decay**round
     if not isinstance(lr, float) or not math.isclose(lr, expected, rel_tol=1e-6):
-        raise UnfitError("weight", f"lr = {plain(repr(lr), 40)}, where the recipe has {expected:g} in round {round}")
+        raise UnfitError("weight", f"lr = {shown(lr, 40)}, where the recipe has {expected:g} in round {round}")
     return lr
 
 
@@ -166,9 +154,9 @@ def read_upload(record: RecordDict, problem: Problem, client: int, samples: int)
     if missing := [name for name, value in numbers.items() if value is None]:
         raise UnfitError("names", f"{', '.join(missing)} is missing")
     if unfit := [name for name, value in numbers.items() if type(value) not in (int, float)]:
-        raise UnfitError("weight", f"{unfit[0]} = {plain(repr(numbers[unfit[0]]), 40)} is not a number")
+        raise UnfitError("weight", f"{unfit[0]} = {shown(numbers[unfit[0]], 40)} is not a number")
     if facts["samples"] != samples:
-        raise UnfitError("weight", f"samples = {plain(facts['samples'], 40)}, but it said {samples} at first")
+        raise UnfitError("weight", f"samples = {shown(facts['samples'], 40)}, but it said {samples} at first")
     named = read_vectors(record, sum(problem.uploads.values()) * problem.network.weights.element_size())
     if "delta" not in named:
         raise UnfitError("names", "delta is missing")
@@ -181,6 +169,6 @@ def _notes(record: RecordDict) -> dict[str, float]:
     if len(notes) > NAMED:
         raise UnfitError("names", f"it has {len(notes)} notes")
     for name, value in notes.items():
-        if plain(name, NAMED) != name or type(value) is not float:
-            raise UnfitError("names", f"its note {plain(repr(name), NAMED)} is not a number with a short name")
+        if printable(name, NAMED) != name or type(value) is not float:
+            raise UnfitError("names", f"its note {shown(name, NAMED)} is not a number with a short name")
     return {str(name): float(value) for name, value in notes.items()}  # type: ignore[arg-type]

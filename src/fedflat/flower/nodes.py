@@ -10,7 +10,7 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedflat.errors import TrainingError
+from fedflat.errors import TrainingError, printable
 from fedflat.flower import messages
 from fedflat.flower.identity import known_nodes
 from fedflat.flower.monitor import say
@@ -96,16 +96,16 @@ class Nodes:
 
     def _read(self, node: int, reply: Message) -> Hello:
         if reply.has_error():
-            raise messages.UnfitError("raised", messages.plain(reply.error.reason))
+            raise messages.UnfitError("raised", printable(reply.error.reason))
         facts = messages.read_facts(reply.content)
         if refused := facts.get("refused"):
-            raise messages.UnfitError("policy", f"it refuses: {messages.plain(refused)}")
+            raise messages.UnfitError("policy", f"it refuses: {printable(refused)}")
         client = messages.whole(facts, "client", 0, self._recipe.split.clients - 1)
         samples = messages.whole(facts, "samples", 1, self._recipe.admission.max_samples)
         if self._table is not None and self._clients[node] != client:
             whose = f"its key is client {self._clients[node]}'s, but it claims to be client {client}"
             raise messages.UnfitError("foreign", whose)
-        if (base := messages.plain(facts.get("base", ""))) != self._base:
+        if (base := printable(facts.get("base", ""))) != self._base:
             theirs, ours = (f"the base {each[:12]}…" if each else "none" for each in (base, self._base))
             other = f"as frozen weights client {client} has {theirs}, the server {ours}; give both the same model"
             raise messages.UnfitError("base", other)

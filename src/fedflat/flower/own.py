@@ -89,7 +89,7 @@ def own_problem(
     own = OwnData(dataset, (shard,), augmentation(recipe), client=client, total=total, everyone=everyone)
     # Remote clients never share steps.
     alone = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"group": 1})})
-    problem = assemble(alone, own, None, parse(recipe.method), torch.nn.functional.cross_entropy)
+    problem = assemble(alone, own, None, parse(recipe.method))
     return replace(problem, secret=secret, deployed=True)
 
 

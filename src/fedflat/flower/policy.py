@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from fedflat.errors import FedflatError, RecipeError
 from fedflat.methods import CentralPrivacy, Method, Privacy, parse, spell
-from fedflat.recipe import Recipe, Section
+from fedflat.recipe import Recipe, Section, parsed, read_text
 
 Question = Literal["hello", "train", "hessian", "gradient", "rise", "margin"]
 OURS = "fedflat"
@@ -61,8 +60,8 @@ def read_policy(path: Path | None) -> Policy:
     if path is None:
         return Policy()
     try:
-        table = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        table = parsed(read_text(path), "not a policy")
+    except (OSError, UnicodeDecodeError, RecipeError) as error:
         raise PolicyError(f"{path}: the client's policy cannot be read ({error})") from None
     try:
         return Policy.model_validate(table)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -20,9 +21,9 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedflat.engine import settled_worker
-from fedflat.errors import AwayError, RecipeError
+from fedflat.errors import AwayError, RecipeError, printable, shown
 from fedflat.flower import messages
-from fedflat.flower.identity import read_table
+from fedflat.flower.identity import has_keys, read_table
 from fedflat.flower.journal import Journal
 from fedflat.flower.monitor import monitored, say
 from fedflat.flower.nodes import Attendance, Nodes
@@ -77,8 +78,7 @@ def _serve(
     callbacks: Sequence[Callable[[Record], None]],
 ) -> None:
     journal = Journal(out)
-    # Flower's simulation runs all nodes in one process, without keys.
-    table = read_table(keys, recipe.split.clients) if keys and hasattr(grid, "get_nodes") else None
+    table = read_table(keys, recipe.split.clients) if keys and has_keys(grid) else None
     if table is None:
         say("nodes are not told apart by keys: each is believed which client it is", recipe.deployment)
     problem = own_problem(recipe, NOBODY, 1, data)
@@ -88,11 +88,12 @@ def _serve(
     if not journal.sizes:
         journal.begin(connected)
     secret = journal.seed() if recipe.deployment.draws == "secret" else None
-    problem = with_sizes(problem, journal.sizes, secret)
+    problem = replace(with_sizes(problem, journal.sizes, secret), discarded=journal.discarded)
 
     before = {number: signal.getsignal(number) for number in CAUGHT}
 
-    def start(problem: Problem, _: ServerState) -> Deployment:
+    def start(problem: Problem, state: ServerState) -> Deployment:
+        journal.start(state.round)
         # A round without its SuperLink would never finish, so a ServerApp that is told to end does so at once.
         for number in CAUGHT if threading.current_thread() is threading.main_thread() else ():
             signal.signal(number, before[number])
@@ -176,22 +177,22 @@ class Deployment:
     def _received(self, reply: Message, client: int, node: int, round: int) -> Upload | Refusal:
         """Read a reply: an upload, or why it is not one."""
         if reply.has_error():
-            return Refusal(client, "raised", f"error {reply.error.code}: {messages.plain(reply.error.reason)}")
+            return Refusal(client, "raised", f"error {reply.error.code}: {printable(reply.error.reason)}")
         try:
             facts = messages.read_facts(reply.content)
             if refused := facts.get("refused"):
-                raise messages.UnfitError("policy", messages.plain(refused))
+                raise messages.UnfitError("policy", printable(refused))
             if facts.get("run") != self._journal.run or facts.get("client") != client:
                 raise messages.UnfitError("foreign", "it is of another run or another client")
             if facts.get("round") != round:
-                raise messages.UnfitError("stale", f"it is of round {messages.plain(repr(facts.get('round')), 40)}")
+                raise messages.UnfitError("stale", f"it is of round {shown(facts.get('round'), 40)}")
             upload = messages.read_upload(reply.content, self._problem, client, self._nodes.samples(node))
             if facts.get("digest"):
                 self._offered[client] = Mark(round, messages.word(facts, "digest", "[0-9a-f]{64}"))
         except messages.UnfitError as unfit:
             return Refusal(client, *unfit.args)
         if facts.get("forgiven"):
-            forgiven = f"client {client} in round {round}: {messages.plain(facts['forgiven'])}"
+            forgiven = f"client {client} in round {round}: {printable(facts['forgiven'])}"
             say(forgiven, self._recipe.deployment)
         return upload
 
@@ -238,9 +239,9 @@ class Deployment:
 
 def _answer(reply: Message, client: int, vector: Tensor) -> Tensor:
     if reply.has_error():
-        raise AwayError(f"sharpness: client {client}: {messages.plain(reply.error.reason)}")
+        raise AwayError(f"sharpness: client {client}: {printable(reply.error.reason)}")
     if refused := messages.read_facts(reply.content).get("refused"):
-        raise AwayError(f"sharpness: client {client} refuses: {messages.plain(refused)}")
+        raise AwayError(f"sharpness: client {client} refuses: {printable(refused)}")
     try:
         return messages.read_exactly(reply.content, {"answer": vector.numel()}, vector.dtype)["answer"]
     except messages.UnfitError as unfit:

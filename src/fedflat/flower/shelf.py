@@ -100,12 +100,9 @@ def recall(shelf: Shelf, mark: Mark | None, anew: bool) -> tuple[Vectors | None,
     Raises:
         MemoryLostError: if the memory was lost and `anew` does not allow to start without it.
     """
-    found = shelf.read(mark.round) if mark else None
-    for round in shelf.rounds():
-        if not (mark and round == mark.round):
-            shelf.drop(round)
     if mark is None:
         return None, ""
+    found = shelf.read(mark.round)
     if found is not None and hashlib.sha256(found).hexdigest() == mark.digest:
         return from_safetensors(found), ""
     trouble = f"its memory of round {mark.round} is {'gone' if found is None else 'not the one that it kept then'}"
@@ -114,8 +111,14 @@ def recall(shelf: Shelf, mark: Mark | None, anew: bool) -> tuple[Vectors | None,
     return None, f"{trouble}; it began anew"
 
 
-def keep(shelf: Shelf, round: int, memory: Vectors, about: dict[str, str]) -> Mark:
-    """Store a new version beside the last one; it is valid once the server reports that the upload was merged."""
+def keep(shelf: Shelf, round: int, memory: Vectors, about: dict[str, str], valid: Mark | None) -> Mark:
+    """Store a new version beside the valid one; it becomes valid once the server reports that the upload was merged.
+
+    All other versions are removed, but not before: a server that asks for a version that is gone may be mistaken.
+    """
+    for other in shelf.rounds():
+        if valid is None or other != valid.round:
+            shelf.drop(other)
     tensors = {name: vector.detach().cpu().contiguous() for name, vector in memory.items()}
     blob = safetensors_bytes(tensors, {"fedflat": json.dumps({**about, "round": round})})
     shelf.write(round, blob)

@@ -94,7 +94,7 @@ class DiskBook:
         try:
             if sys.platform != "win32":
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            tally = _read(self._ledger.read_text("utf-8"), str(self._ledger)) if self._ledger.exists() else Tally()
+            tally = _read(self._ledger.read_bytes(), str(self._ledger)) if self._ledger.exists() else Tally()
             try:
                 yield tally
             finally:
@@ -124,14 +124,17 @@ class StateBook:
         return bytes.fromhex(self._state.setdefault("secret", secrets.token_hex(32)))
 
 
-def _read(text: str, where: str) -> Tally:
+def _read(text: str | bytes, where: str) -> Tally:
     """Read a ledger. A damaged one allows nothing; otherwise deleting a byte would reset the budget."""
     try:
         tally = Tally(**json.loads(text))
         counts = [*tally.answers.values(), *tally.refused.values()]
-        if not all(type(n) is int and n >= 0 for n in counts) or not math.isfinite(tally.spent) or tally.spent < 0:
+        texts = [tally.last, *tally.recipes.keys(), *tally.recipes.values()]
+        if not all(type(n) is int and n >= 0 for n in counts) or not all(isinstance(text, str) for text in texts):
             raise ValueError("its counts make no sense")
-    except (ValueError, TypeError, AttributeError) as error:
+        if type(tally.spent) not in (int, float) or not 0 <= tally.spent <= sys.float_info.max:
+            raise ValueError("what it has spent makes no sense")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise PolicyError(f"{where}: the client's ledger is damaged ({error}); bring it back from a backup") from None
     return tally
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -11,13 +11,13 @@ from torch import Generator, Tensor
 from fedflat.errors import RecipeError
 from fedflat.models import Layout
 from fedflat.randomness import generator
+from fedflat.tasks import Loss as Loss  # part of this vocabulary
 
 if TYPE_CHECKING:
     from fedflat.local.slope import Pass, Slope
 
 Vectors = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
-Loss = Callable[[Tensor, Tensor], Tensor]
 ClipMode = Literal["loss_only", "official", "all"]
 
 
@@ -139,6 +139,10 @@ class LocalRule:
         if body and own == self.layout.size:
             raise RecipeError(f"method: {part} needs a body with trained weights, and the model trains its head alone")
 
+    def outcome(self, delta: Tensor) -> Outcome:
+        """Return the outcome of a training that moved by Δ and left the states of ascent and optimiser as they were."""
+        return Outcome(delta, 1.0, self, self.carry, {}, self.descent.start(delta) if self.descent else {})
+
     def blank(self) -> LocalRule:
         """Return the rule without the ingredients that parts have set."""
         empty = LocalRule(self.lr, self.steps)
@@ -174,7 +178,8 @@ class LocalRule:
         and with Nesterov momentum Σ_k (1 − β^{bk+1})/(1 − β).
         """
         if self.descent is not None:
-            raise RecipeError(f"it divides Δ by K η, which {type(self.descent).__name__} does not have; take SGD")
+            part = getattr(self.descent, "part", self.descent)  # an optimiser may know the part that it belongs to
+            raise RecipeError(f"it divides Δ by K η, which {type(part).__name__} does not have; take SGD")
         beta, steps = self.momentum, self.steps
         fading = beta**self.buffered
         lead = beta if self.nesterov else 1.0
@@ -202,10 +207,11 @@ SAMPLED = 8  # steps between two evaluations at w in methods that take no gradie
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a client's training: Δ = w_K − w_0 after K steps."""
+    """The result of a client's training: Δ = w_K − w_0 after K steps, and the last states of ascent and optimiser."""
 
     delta: Tensor
     loss: float
     rule: LocalRule
     carry: Vectors
     notes: dict[str, float]
+    descent: Vectors = field(default_factory=dict)

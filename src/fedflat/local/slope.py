@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,29 +14,50 @@ from fedflat.local.kernels import Kernels
 from fedflat.local.rule import SAMPLED, Batch, LocalRule, Loss, Term
 from fedflat.models import Forward, Network, Tap
 from fedflat.randomness import forked
+from fedflat.tokens import counted_rows
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass, as passed to the terms."""
+    """One forward pass, as passed to the terms.
 
-    forward: Forward
-    labels: Tensor
+    If every token has a label, a term sees one row of logits and features for each token that counts, as if these were
+    the samples.
+    """
+
+    whole: Forward
+    every_label: Tensor
     slope: Slope
     at_w: bool = True
+
+    @cached_property
+    def forward(self) -> Forward:
+        return self._counted(self.whole)
 
     @property
     def logits(self) -> Tensor:
         return self.forward.logits
 
     @cached_property
+    def labels(self) -> Tensor:
+        return counted_rows(self.whole.logits, self.every_label)[1]
+
+    @cached_property
     def loss(self) -> Tensor:
         """The loss of the batch without the terms."""
-        return self.slope.loss(self.logits, self.labels)
+        return self.slope.loss(self.whole.logits, self.every_label)
 
     def under(self, reference: Tensor) -> Forward:
         """Return the pass of the batch through a frozen model with these weights; it is cached for the batch."""
-        return self.slope.under(reference)
+        return self._counted(self.slope.under(reference))
+
+    def _counted(self, forward: Forward) -> Forward:
+        labels = self.every_label
+        if labels.is_floating_point() or labels.ndim == 1:
+            return forward
+        logits, _ = counted_rows(forward.logits, labels)
+        features = None if forward.features is None else counted_rows(forward.features, labels)[0]
+        return replace(forward, logits=logits, features=features)
 
     def note(self, name: str, value: Tensor) -> None:
         """Record a number of a pass at w; its mean over the client's steps becomes a metric of the round."""
@@ -44,11 +65,10 @@ class Pass:
             self.slope.notes.add(name, value)
 
 
-def sight(lookers: Iterable[object]) -> tuple[bool, bool]:
-    """Return whether any of these terms and ascents needs the features, and whether any needs the activations."""
+def sight(lookers: Iterable[object]) -> dict[str, bool]:
+    """Return what these terms and ascents need to see of a pass, as arguments of `Network.listening`."""
     lookers = [*lookers]
-    features, activations = (any(getattr(x, kind, False) for x in lookers) for kind in ("features", "activations"))
-    return features, activations
+    return {kind: any(getattr(x, kind, False) for x in lookers) for kind in ("features", "activations", "attention")}
 
 
 class Notes:

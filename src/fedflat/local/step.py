@@ -43,7 +43,7 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
     memory = rule.descent.start(start) if rule.descent else {}
     carry = dict(rule.carry)
     watcher = Watcher(network, rule, loss)
-    with network.listening(*sight([*rule.terms, rule.ascent])) as tap:
+    with network.listening(**sight([*rule.terms, rule.ascent])) as tap:
         slope = Slope(network, rule, loss, tap)
         slope.velocity = velocity
         stream = iter(batches)
@@ -60,8 +60,7 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
             memory = step(network.weights, gradient, velocity, rule, k, memory, kernels.update)
     notes = {**watcher.means(), **slope.notes.means()}
     velocity = slope.velocity = None  # free the memory before Δ is allocated
-    del memory
-    return Outcome(network.weights - start, notes.pop("loss", float("nan")), rule, carry, notes)
+    return Outcome(network.weights - start, notes.pop("loss", float("nan")), rule, carry, notes, memory)
 
 
 @torch.no_grad()

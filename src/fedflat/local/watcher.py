@@ -31,7 +31,7 @@ class Watcher:
         rule = replace(self._rule, terms=tuple(map(copy, self._rule.terms)))  # a term may have state
         buffers: list[Tensor] = [*network.module.buffers()]
         kept = [buffer.clone() for buffer in buffers]
-        with forked(network.weights.device), network.listening(*sight([*watched, *rule.terms])) as tap:
+        with forked(network.weights.device), network.listening(**sight([*watched, *rule.terms])) as tap:
             Slope(network, rule, self._loss, tap, self._notes).at(batch).evaluate(watched)
         for buffer, before in zip(buffers, kept, strict=True):
             buffer.copy_(before)

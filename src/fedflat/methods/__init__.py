@@ -4,7 +4,7 @@ from fedflat.methods.catalogue import CATALOGUE
 from fedflat.methods.chain import Method
 from fedflat.methods.parser import Written, explain, parse, spell
 from fedflat.methods.part import Part, RobustAverage, ServerView, Wrapper, option
-from fedflat.methods.parts import ActiveModel, AllModels, CentralPrivacy, MetaStep, Privacy
+from fedflat.methods.parts import ActiveModel, AllModels, CentralPrivacy, MetaStep, Privacy, ProductAverage
 from fedflat.methods.uploads import Upload, Uploads, collect
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Method",
     "Part",
     "Privacy",
+    "ProductAverage",
     "RobustAverage",
     "ServerView",
     "Upload",

@@ -21,6 +21,8 @@ from fedflat.methods.parts import (
     AdaptiveServer,
     Ascent,
     Bucketing,
+    CarriedAdamW,
+    CarriedMuon,
     CentralPrivacy,
     CentredClipping,
     ClientMomentum,
@@ -28,6 +30,7 @@ from fedflat.methods.parts import (
     ControlVariates,
     Distillation,
     DynamicDual,
+    Extrapolation,
     FallingRate,
     FrozenHead,
     GeometricMedian,
@@ -39,6 +42,7 @@ from fedflat.methods.parts import (
     LookbackAscent,
     MetaStep,
     ModelContrast,
+    MomentumControls,
     MovingTeacher,
     NormalisedAveraging,
     NormBound,
@@ -46,12 +50,15 @@ from fedflat.methods.parts import (
     PrintedConsensus,
     Proximal,
     ProximalAscent,
+    RelaxedStart,
     ServerAscent,
     ServerMomentum,
     ServerStep,
     TopEigenvalue,
+    TopK,
     TrimmedMean,
     WeightAveraging,
+    WeightedMomentum,
 )
 from fedflat.methods.parts.local_work import Pairs
 from fedflat.methods.parts.protection import Entropy
@@ -224,6 +231,22 @@ def fedswa(alpha: float = 1.5, floor: float = 0.1) -> Method:
     return Method(FallingRate(floor), ServerStep(alpha))
 
 
+def fedmoswa(alpha: float = 1.5, floor: float = 0.1, gamma: float = 0.4) -> Method:
+    return Method(FallingRate(floor), MomentumControls(gamma=gamma), ServerStep(alpha))
+
+
+def fedexp(eps: float = 1e-3, average: bool = True) -> Method:
+    return Method(Extrapolation(eps, average))
+
+
+def fedinit(beta: float = 0.1) -> Method:
+    return Method(RelaxedStart(beta))
+
+
+def fedwmsam(rho: float = 0.01, mix: float = 0.1, rate: float = 0.01, sign: Literal[1, -1] = 1) -> Method:
+    return Method(WeightedMomentum(rho, mix, rate, sign))
+
+
 def fednsam(rho: float = 0.05, beta: float = 0.85) -> Method:
     return Method(Ascent(rho), ServerMomentum(beta, lookahead=True))
 
@@ -250,6 +273,16 @@ def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> Method
 
 def muon(momentum: float = 0.95, steps: int = 5) -> Method:
     return Method(LocalMuon(momentum, steps))
+
+
+def fedadamw(
+    align: float = 0.5, blocks: bool = True, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
+) -> Method:
+    return Method(CarriedAdamW(align, blocks, beta1, beta2, eps))
+
+
+def fedmuon(align: float = 0.5, momentum: float = 0.95, steps: int = 5) -> Method:
+    return Method(CarriedMuon(align, momentum, steps))
 
 
 def median() -> Method:
@@ -310,6 +343,21 @@ def local_dp(clip: float = 1.0, noise: float = 1.0, delta: float = 1e-5, entropy
     return Method(LocalPrivacy(clip, noise, delta, entropy))
 
 
+def top_k(share: float = 0.1, feedback: bool = False) -> Method:
+    return Method(TopK(share, feedback))
+
+
+def dp_fedsam(
+    rho: float = 0.5,
+    share: float = 0.4,
+    clip: float = 0.2,
+    noise: float = 0.13,
+    delta: float = 1e-5,
+    entropy: Entropy = "recipe",
+) -> Method:
+    return Method(Ascent(rho), TopK(share), LocalPrivacy(clip, noise, delta, entropy))
+
+
 def swa(start: int = 10, every: int = 1) -> Method:
     return Method(WeightAveraging(start, every))
 
@@ -355,6 +403,13 @@ PAPERS = {
     "Lee and Yoon 2024": "Rethinking the Flat Minima Searching in Federated Learning, ICML",
     "Caldarola et al. 2025": "Beyond Local Sharpness: Communication-Efficient Global Sharpness-Aware …, CVPR",
     "Liu et al. 2025a": "Momentum-Based Stochastic Controlled Weight Averaging, ICML",
+    "Jhunjhunwala et al. 2023": "FedExP: Speeding Up Federated Averaging via Extrapolation, ICLR",
+    "Sun et al. 2023c": "Understanding How Consistency Works in FL via Stage-wise Relaxed Initialization, NeurIPS",
+    "Li et al. 2025b": "A Fast and Flat Federated Learning Method via Weighted Momentum and SAM, NeurIPS",
+    "Liu et al. 2025b": "FedAdamW: A Communication-Efficient Optimizer … for Federated Large Models, arXiv 2510.27486",
+    "Liu et al. 2025c": "FedMuon: Accelerating Federated Learning with Matrix Orthogonalization, arXiv 2510.27403",
+    "Shi et al. 2023": "Make Landscape Flatter in Differentially Private Federated Learning, CVPR",
+    "Stich et al. 2018": "Sparsified SGD with Memory, NeurIPS",
     "Liu et al. 2026": "FedNSAM: Consistency of Local and Global Flatness for Federated Learning, arXiv 2602.23827",
     "Oh et al. 2022": "FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR",
     "Fallah et al. 2020": "Personalized Federated Learning with Theoretical Guarantees, NeurIPS",
@@ -401,6 +456,10 @@ CATALOGUE: dict[str, Entry] = {
     "fedgf": Entry(fedgf, "Lee and Yoon 2024", "between local and global perturbation"),
     "fedgloss": Entry(fedgloss, "Caldarola et al. 2025", "SAM on server and clients, with FedDyn's dual"),
     "fedswa": Entry(fedswa, "Liu et al. 2025a", "falling rate in a round, a longer server step"),
+    "fedmoswa": Entry(fedmoswa, "Liu et al. 2025a", "FedSWA with control variates that follow a moving average"),
+    "fedexp": Entry(fedexp, "Jhunjhunwala et al. 2023", "a server step as long as the clients' disagreement allows"),
+    "fedinit": Entry(fedinit, "Sun et al. 2023c", "start each client beyond the global model, away from its last one"),
+    "fedwmsam": Entry(fedwmsam, "Li et al. 2025b", "a client's own momentum, and a perturbation along it"),
     "fednsam": Entry(fednsam, "Liu et al. 2026", "Nesterov momentum on the server with SAM"),
     "fedbabu": Entry(fedbabu, "Oh et al. 2022", "train the body only; the head when personalised"),
     "perfedavg": Entry(perfedavg, "Fallah et al. 2020", "learn a model that one step adapts"),
@@ -408,6 +467,10 @@ CATALOGUE: dict[str, Entry] = {
     "top_eigenvalue": Entry(top_eigenvalue, "Yashwanth et al. 2025", "penalise the Hessian's top eigenvalue itself"),
     "adamw": Entry(adamw, "Loshchilov and Hutter 2019", "AdamW as the clients' optimiser; added to most methods"),
     "muon": Entry(muon, "Jordan et al. 2024", "Muon as the clients' optimiser; added to most methods"),
+    "fedadamw": Entry(
+        fedadamw, "Liu et al. 2025b", "local AdamW with shared second moments and the last global update"
+    ),
+    "fedmuon": Entry(fedmuon, "Liu et al. 2025c", "local Muon with shared momenta and the last global update"),
     "median": Entry(median, "Yin et al. 2018", "the median of each coordinate; added to any method"),
     "trimmed_mean": Entry(trimmed_mean, "Yin et al. 2018", "the mean without the ends; added to any method"),
     "geometric_median": Entry(geometric_median, "Pillutla et al. 2022", "the geometric median; added to any method"),
@@ -422,6 +485,8 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "central_dp": Entry(central_dp, "McMahan et al. 2018", "a trusted server adds noise; added to most methods"),
     "local_dp": Entry(local_dp, "Wei et al. 2020", "the clients add noise; added to most methods"),
+    "top_k": Entry(top_k, "Stich et al. 2018", "upload the largest entries only; added to any method"),
+    "dp_fedsam": Entry(dp_fedsam, "Shi et al. 2023", "SAM, sparse updates, and noise of the clients"),
     "swa": Entry(swa, "Caldarola et al. 2022", "show the average of the last global models"),
 }
 

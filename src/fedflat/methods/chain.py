@@ -141,6 +141,13 @@ class Method:
             sent |= link.sent.close({name: vector for name, vector in own.items() if name != "weights"})
         return {"weights": server.start, **sent}
 
+    def begin(self, sent: Vectors, memory: Mapping[str, Tensor]) -> Vectors:
+        """Return what one client received, with the weights from which it starts."""
+        for link in self._all():
+            start = link.part.begin(link.received(sent), link.memory.open(memory))
+            sent = sent if start is None else {**sent, "weights": start}
+        return sent
+
     def plan(self, rule: LocalRule, sent: Vectors, memory: Mapping[str, Tensor]) -> LocalRule:
         """Return the rule of one client's round."""
         for link in self._links:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedflat.errors import RecipeError
-from fedflat.local import LocalRule, Outcome, Vectors
+from fedflat.local import LocalRule, Vectors
 from fedflat.methods import contract
 from fedflat.methods.contract import called
 from fedflat.methods.link import Drawer, Link
@@ -63,7 +63,7 @@ def observed(links: Sequence[Link]) -> tuple[list[Link], Findings]:
     for link in links:
         rehearse(link.name, _planned_alone(link), drawn(1))
     _refuse_lost_updates(links)
-    _refuse_second_evaluation(links)
+    _refuse_second_choice(links)
     found = Findings(*_sizes(links), frozenset(ask for link in _flat(links) for ask in _asks(link)))
     _refuse_leaks(links)
     _refuse_single_looks(links)
@@ -129,7 +129,7 @@ def _upload(link: Link, client: int, rule: LocalRule, delta: Tensor | None = Non
     """Return a client's upload for one part, by the part's names. The part receives `delta`, or the training's Δ."""
     moved = drawn(2 + client)
     upload = Upload(client, 3 + client, rule.steps, rule.mean_lr, 1.0, moved if delta is None else delta)
-    outcome, sent, memory = Outcome(moved, 1.0, rule, rule.carry, {}), _sent(link), _memory(link)
+    outcome, sent, memory = rule.outcome(moved), _sent(link), _memory(link)
     made, kept = called(
         link.name,
         lambda: contract.reported(link.part.report(upload, sent, dict(memory), outcome), LAYOUT.size, memory),
@@ -282,18 +282,23 @@ def _refuse_lost_updates(links: Sequence[Link]) -> None:
             writer = link
 
 
-def _refuse_second_evaluation(links: Sequence[Link]) -> None:
-    _refuse_pairs([link for link in _flat(links) if _evaluated(link) is not None], "say which model to evaluate")
+def _refuse_second_choice(links: Sequence[Link]) -> None:
+    """Check that at most one part says which model to evaluate, and at most one where a client starts."""
+    flat = [*_flat(links)]
+    showing = [link for link in flat if _chosen(link, link.part.evaluated, _view(link)) is not None]
+    starting = [link for link in flat if _chosen(link, link.part.begin, _sent(link), _memory(link)) is not None]
+    _refuse_pairs(showing, "say which model to evaluate")
+    _refuse_pairs(starting, "say where a client starts")
 
 
-def _evaluated(link: Link) -> Tensor | None:
-    view = _view(link)
+def _chosen(link: Link, function: Callable[..., Tensor | None], *given: Any) -> Tensor | None:
+    """Return the weights that a function of a part chooses, if it does."""
 
     def weights() -> Tensor | None:
-        found = link.part.evaluated(view)
+        found = function(*given)
         return None if found is None else contract.vector(found, LAYOUT.size)
 
-    return called(link.name, weights, view)
+    return called(link.name, weights, *given)
 
 
 def _sizes(links: Sequence[Link]) -> tuple[dict[str, int | None], dict[str, int | None]]:

@@ -1,4 +1,4 @@
-"""The base class of parts: one idea of a paper, as four functions over named flat vectors."""
+"""The base class of parts: one idea of a paper, as functions over named flat vectors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 from fedflat.errors import RecipeError
 from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.methods.uploads import RobustUploads, Upload, Uploads
+from fedflat.models import Layout
 from fedflat.randomness import generator
 
 Crowd = Literal["all", "active"]
@@ -26,7 +27,8 @@ class ServerView:
     """The server as one part sees it: data of the round, and the part's own state as `view["name"]`.
 
     `start` are the weights from which the clients start: wᵗ, unless a part changes them. `lr` is η_g, and `cohort` is
-    the number of clients that the recipe expects in a round. Random draws depend on the seed and the round.
+    the number of clients that the recipe expects in a round. `layout` finds the model's tensors in a vector of size d;
+    on the small example it is empty. Random draws depend on the seed and the round.
     """
 
     weights: Tensor
@@ -37,6 +39,7 @@ class ServerView:
     lr: float = 1.0
     seed: int = 0
     cohort: float = 1.0
+    layout: Layout = field(default_factory=lambda: Layout({}))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.vectors[name]
@@ -121,11 +124,12 @@ class Part:
     state, memory and messages of other parts, even if they have the same names.
 
         server   broadcast    what the clients receive in addition to the weights
+        client   begin        where this client starts, if not at the weights that it receives
         client   plan         this part's ingredients of the local step
         client   report       the upload with this part's changes, and the client's new memory
         server   merge        the move with this part's changes, and the part's new state
 
-    A part must not modify its arguments. When a `Method` is created it runs all four functions on a small example, and
+    A part must not modify its arguments. When a `Method` is created it runs all functions on a small example, and
     raises an error if two parts would overwrite each other.
     """
 
@@ -142,6 +146,9 @@ class Part:
             if "range" in f.metadata and value not in f.metadata["range"]:
                 raise RecipeError(f"{type(self).__name__}.{f.name} = {value!r}: must be {f.metadata['range']}")
 
+    def fits(self, layout: Layout) -> None:
+        """Raise a RecipeError if the part has no use for a network with these trained tensors."""
+
     def first_state(self, weights: Tensor) -> Vectors:
         """Return the server's state for this part before round 0, given the initial weights."""
         return {}
@@ -156,6 +163,14 @@ class Part:
         A vector named "weights" replaces `server.start`, and the clients start from it.
         """
         return {}
+
+    def begin(self, sent: Vectors, memory: Vectors) -> Tensor | None:
+        """Return the weights from which this client starts, or None for those that it received (client).
+
+        For all parts they take the place of the received weights: `sent["weights"]` is the client's start in `plan` and
+        in `report`, and Δ is measured from it.
+        """
+        return None
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         """Return the rule with this part's ingredients (client, before training).

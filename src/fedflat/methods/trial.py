@@ -131,6 +131,6 @@ def _reported(method: Planner, rule: LocalRule, seed: int) -> Upload:
     sent, memory = _received(method, seed, rule.round)
     layout, head = NETWORKS[seed]
     planned = method.plan(replace(rule, layout=layout, head=head, frozen=None), sent, memory)
-    outcome = Outcome(drawn(seed + 7)[: layout.size], 1.0, planned, planned.carry, {})
+    outcome = planned.outcome(drawn(seed + 7)[: layout.size])
     upload = Upload(rule.client, 1, planned.steps, planned.mean_lr, 1.0, outcome.delta)
     return method.report(upload, sent, memory, outcome)[0]

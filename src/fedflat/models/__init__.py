@@ -9,8 +9,32 @@ Every network here keeps three promises to the rest of the library:
 A grey image enters a network for colour images with its one channel repeated three times, as in the papers' code.
 """
 
+from fedflat.models.adapters import factors, is_adapted, lora, merged
+from fedflat.models.blocks import Activation, AttentionOutput, Colour, RectifiedPool
+from fedflat.models.outputs import own_output, plain_output
 from fedflat.models.registry import MODELS, build, construction
 from fedflat.models.source_code import source
-from fedflat.models.vector import Forward, Layout, Network, Tap, unit
+from fedflat.models.vector import ACTIVATIONS, Forward, Layout, Network, Tap, unit
 
-__all__ = ["MODELS", "Forward", "Layout", "Network", "Tap", "build", "construction", "source", "unit"]
+__all__ = [
+    "ACTIVATIONS",
+    "MODELS",
+    "Activation",
+    "AttentionOutput",
+    "Colour",
+    "Forward",
+    "Layout",
+    "Network",
+    "RectifiedPool",
+    "Tap",
+    "build",
+    "construction",
+    "factors",
+    "is_adapted",
+    "lora",
+    "merged",
+    "own_output",
+    "plain_output",
+    "source",
+    "unit",
+]

@@ -14,6 +14,14 @@ def chain(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
+class Activation(nn.Identity):
+    """Marks its input as a hidden activation, where no activation module has it as its output (in an LSTM)."""
+
+
+class AttentionOutput(nn.Identity):
+    """Marks what an attention has mixed from the values of all heads, the input of its last linear layer."""
+
+
 class RectifiedPool(nn.Module):
     """ReLU and max-pool in the cheaper order.
 
@@ -102,13 +110,14 @@ class LocalAttention(nn.Module):
         self.heads = heads
         self.temperature = nn.Parameter(torch.tensor(-math.log(head_width) / 2))
         self.qkv = nn.Linear(width, 3 * heads * head_width, bias=False)
+        self.mixed = AttentionOutput()
         self.out = nn.Linear(heads * head_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         itself = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
         scores = (q @ k.transpose(-1, -2) * self.temperature.exp()).masked_fill(itself, -torch.inf)
-        y: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        y: Tensor = self.out(self.mixed((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
         return y
 
 

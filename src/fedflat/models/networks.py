@@ -129,12 +129,28 @@ def _resnet18(stem: dict[str, nn.Module], norm: Callable[[int], nn.Module], clas
     return chain(colour=Colour(), **stem, **blocks, average=average, head=nn.Linear(512, classes))
 
 
+def _large_stem(channels: int, norm: Callable[[int], nn.Module]) -> dict[str, nn.Module]:
+    """The stem of ResNet for large images, which leaves a sixteenth of the pixels."""
+    conv = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+    return {"conv": conv, "norm": norm(64), "pool": RectifiedPool(3, 2, 1)}
+
+
 def resnet18_gn(shape: Shape, classes: int) -> nn.Module:
     """FedSMOO's ResNet-18 with the stem for large images and 2 norm groups: 11,181,642 parameters for 10 classes."""
     channels, _, _ = _image("resnet18-gn", shape, smallest=1)
     norm = partial(nn.GroupNorm, 2)
-    conv = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-    return _kaiming(_resnet18({"conv": conv, "norm": norm(64), "pool": RectifiedPool(3, 2, 1)}, norm, classes))
+    return _kaiming(_resnet18(_large_stem(channels, norm), norm, classes))
+
+
+def resnet18_pfllib(shape: Shape, classes: int) -> nn.Module:
+    """PFLlib's ResNet-18 with the stem for large images and BatchNorm: 11,181,642 parameters for 10 classes.
+
+    BatchNorm always uses the statistics of the batch, as in `resnet18`. The last feature maps of images of up to 32
+    pixels have one pixel, so a batch needs at least two samples.
+    """
+    channels, _, _ = _image("resnet18-pfllib", shape, smallest=1)
+    norm = partial(nn.BatchNorm2d, track_running_stats=False)
+    return _kaiming(_resnet18(_large_stem(channels, norm), norm, classes))
 
 
 def resnet18(shape: Shape, classes: int) -> nn.Module:

@@ -8,7 +8,20 @@ import torch
 from torch import nn
 
 from fedflat.errors import RecipeError, nearest
-from fedflat.models.networks import Shape, convnet_gn, fedavg_cnn, lenet64, mlp, resnet18, resnet18_gn, sl_vit, vgg11
+from fedflat.models.hub import transformers
+from fedflat.models.networks import (
+    Shape,
+    convnet_gn,
+    fedavg_cnn,
+    lenet64,
+    mlp,
+    resnet18,
+    resnet18_gn,
+    resnet18_pfllib,
+    sl_vit,
+    vgg11,
+)
+from fedflat.models.sequences import char_lstm, gpt
 from fedflat.trusted import named_class
 
 Builder = Callable[..., nn.Module]
@@ -19,21 +32,36 @@ MODELS: dict[str, Builder] = {
     "convnet-gn": convnet_gn,
     "resnet18-gn": resnet18_gn,
     "resnet18": resnet18,
+    "resnet18-pfllib": resnet18_pfllib,
     "vgg11": vgg11,
     "sl-vit": sl_vit,
+    "char-lstm": char_lstm,
+    "gpt": gpt,
     "mlp": mlp,
 }
+BUILDERS: dict[str, Builder] = {**MODELS, "transformers": transformers}  # with those of other libraries
 
 
-def build(name: str, shape: Shape, classes: int, generator: torch.Generator | None = None, **options: Any) -> nn.Module:
+def build(
+    name: str,
+    shape: Shape,
+    classes: int,
+    generator: torch.Generator | None = None,
+    *,
+    vocabulary: int = 0,
+    per_token: bool = False,
+    **options: Any,
+) -> nn.Module:
     """Build the network `name` for samples of `shape`.
 
     Args:
-        name: a key of `MODELS`, or the import path "package.module:Class" of a trusted `nn.Module` (see
+        name: a key of `MODELS`, "transformers", or the import path "package.module:Class" of a trusted `nn.Module` (see
             `fedflat.trust`).
         shape: the shape of one sample; passed on if the class has a parameter of this name.
         classes: the number of classes; passed on if the class has a parameter of this name.
         generator: draws the initial weights; seed 0 without it.
+        vocabulary: the number of tokens, if samples are token ids; passed on like `classes`.
+        per_token: whether labels belong to every token instead of the whole sample; passed on like `classes`.
         options: passed to the class.
 
     Raises:
@@ -42,7 +70,7 @@ def build(name: str, shape: Shape, classes: int, generator: torch.Generator | No
     >>> build("mlp", shape=(1, 28, 28), classes=10, hidden=(200,))(torch.zeros(5, 1, 28, 28)).shape
     torch.Size([5, 10])
     """
-    builder, arguments = construction(name, shape, classes, options)
+    builder, arguments = construction(name, shape, classes, options, vocabulary, per_token)
     seed = torch.randint(2**62, (), generator=generator or torch.Generator().manual_seed(0))
     # PyTorch's initialisers draw from the global generator: temporarily seed it with our seed.
     with torch.random.fork_rng(devices=[]):
@@ -56,20 +84,23 @@ def build(name: str, shape: Shape, classes: int, generator: torch.Generator | No
     return model
 
 
-def construction(name: str, shape: Shape, classes: int, options: dict[str, Any]) -> tuple[Builder, dict[str, Any]]:
+def construction(
+    name: str, shape: Shape, classes: int, options: dict[str, Any], vocabulary: int = 0, per_token: bool = False
+) -> tuple[Builder, dict[str, Any]]:
     """Return the callable that builds the network, and its arguments.
 
     Raises:
         RecipeError: if the name or an option is unknown, or the class is not trusted.
     """
-    if {"shape", "classes"} & options.keys():
-        raise RecipeError(f"model {name}: shape and classes follow from the data and cannot be set")
+    offered = {"shape": tuple(shape), "classes": classes, "vocabulary": vocabulary, "per_token": per_token}
+    if taken := offered.keys() & options.keys():
+        raise RecipeError(f"model {name}: {', '.join(sorted(taken))} follows from the data and cannot be set")
     if classes < 1:
         raise RecipeError(f"model: it needs at least one class, not classes = {classes}.")
-    if name not in MODELS and ":" not in name:
-        raise RecipeError(f"model: there is no {name!r}; {nearest(name, MODELS)}")
-    builder = MODELS[name] if name in MODELS else named_class(name, nn.Module, "model.name")
-    return builder, _arguments(name, builder, {"shape": tuple(shape), "classes": classes}, options)
+    if name not in BUILDERS and ":" not in name:
+        raise RecipeError(f"model: there is no {name!r}; {nearest(name, BUILDERS)}")
+    builder = BUILDERS[name] if name in BUILDERS else named_class(name, nn.Module, "model.name")
+    return builder, _arguments(name, builder, offered, options)
 
 
 def _arguments(name: str, builder: Builder, offered: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

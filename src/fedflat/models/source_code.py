@@ -4,7 +4,7 @@ import ast
 import inspect
 from collections.abc import Iterable
 
-from fedflat.models import blocks, networks
+from fedflat.models import blocks, networks, sequences
 from fedflat.models.registry import MODELS
 
 HEADER = '"""The network of the model next to this file, in plain PyTorch."""\n\n'
@@ -20,7 +20,7 @@ def source(name: str) -> str:
     (True, False, False)
     """
     texts, needs, imports = dict[str, str](), dict[str, set[str]](), list[str]()
-    for module in (blocks, networks):
+    for module in (blocks, networks, sequences):
         text = inspect.getsource(module)
         for node in ast.parse(text).body:
             code = ast.get_source_segment(text, node) or ""

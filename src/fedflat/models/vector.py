@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from fedflat.errors import RecipeError
+from fedflat.models.blocks import Activation, AttentionOutput
+from fedflat.models.outputs import plain_output, take_logits
 
-ACTIVATIONS = (nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid)
+ACTIVATIONS = (nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid, Activation)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Network:
 
     `head` is the slice of the linear layer whose output is the module's output; the rest is the body. The slice is
     empty if that layer is frozen or shares a parameter with another one. Floating-point buffers (batch-norm statistics)
-    live in the vector `buffers`; integer buffers are counters and stay with the module.
+    live in the vector `buffers`; integer buffers are counters and masks, which stay with the module.
 
     >>> module = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> Network(module).size
@@ -120,7 +122,7 @@ class Network:
         self, module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu", autocast: bool = False
     ) -> None:
         self.autocast = autocast
-        self.module = module.to(device=device, dtype=dtype)
+        self.module = plain_output(module.to(device=device, dtype=dtype))
         named = dict(self.module.named_parameters())
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         if not trained:
@@ -137,6 +139,8 @@ class Network:
         views = self.buffer_layout.views(self.buffers)
         for name, buffer in self.module.named_buffers():
             buffer.data = views[name] if name in views else buffer.clone()
+        whole = [buffer for buffer in self.module.buffers() if not buffer.is_floating_point()]
+        self._integers = [(buffer, buffer.clone() if buffer.dim() else torch.zeros_like(buffer)) for buffer in whole]
 
     @property
     def size(self) -> int:
@@ -168,6 +172,9 @@ class Network:
                     keep = partial(_keep_output, outputs, name)
                     hooks.callback(m.register_forward_hook(keep).remove)
                 logits = self.module.eval()(sample)
+            if hasattr(logits, "logits"):
+                take_logits(self.module)
+                logits = logits.logits
             linear = [entry for entry in linear if outputs.get(entry[0]) is logits] or linear
         self._use_head(linear[-1][0])
 
@@ -181,10 +188,13 @@ class Network:
         return _revived, (self.module, self.weights.dtype, device, self.autocast, self._head_name)
 
     def reset_counters(self) -> None:
-        """Reset the integer buffers, which count the batches of one client's round and are neither sent nor kept."""
-        for buffer in self.module.buffers():
-            if not buffer.is_floating_point():
-                buffer.zero_()
+        """Reset the integer buffers, which are neither sent nor kept.
+
+        A single number counts the batches of a client's round and returns to 0. A table, such as a mask, returns to
+        what it was when the network was made.
+        """
+        for buffer, first in self._integers:
+            buffer.copy_(first)
 
     def bind(self, weights: Tensor) -> None:
         """Make the trained parameters views into `weights`."""
@@ -256,14 +266,17 @@ class Network:
         return slice(slices[0].start, slices[-1].stop)
 
     @contextmanager
-    def listening(self, features: bool = False, activations: bool = False) -> Iterator[Tap]:
-        """Within this context a pass also records the input of the head, or the output of each activation module."""
+    def listening(self, features: bool = False, activations: bool = False, attention: bool = False) -> Iterator[Tap]:
+        """Within this context a pass also records the input of the head, or the output of each activation module.
+
+        With `attention`, the mixed values of each attention count as activations too (`AttentionOutput`).
+        """
         tap = Tap(self.module, self.weights.dtype, self.autocast)
         with ExitStack() as hooks:
             if features:
                 hooks.callback(self.head_module.register_forward_pre_hook(tap.enter_head).remove)
-            if activations:
-                for name, module in _activation_modules(self.module):
+            if activations or attention:
+                for name, module in _activation_modules(self.module, attention):
                     hooks.callback(module.register_forward_hook(tap.leave(name)).remove)
             yield tap
 
@@ -305,12 +318,17 @@ class Tap:
         return keep
 
 
-def _activation_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = [(n, m) for n, m in module.named_modules() if isinstance(m, ACTIVATIONS)]
-    if not found:
-        kinds = ", ".join(kind.__name__ for kind in ACTIVATIONS)
+def _activation_modules(module: nn.Module, attention: bool) -> list[tuple[str, nn.Module]]:
+    kinds = (*ACTIVATIONS, AttentionOutput) if attention else ACTIVATIONS
+    found: list[tuple[str, nn.Module]] = [(n, m) for n, m in module.named_modules() if isinstance(m, kinds)]
+    if attention and not any(isinstance(m, AttentionOutput) for _, m in found):
         raise RecipeError(
-            f"model: no activation module to look at; use modules such as nn.ReLU ({kinds}), not functions"
+            "model: no attention to look at; a network of your own marks it by fedflat.models.AttentionOutput"
+        )
+    if not found:
+        known = ", ".join(kind.__name__ for kind in ACTIVATIONS)
+        raise RecipeError(
+            f"model: no activation module to look at; use modules such as nn.ReLU ({known}), not functions"
         )
     return found
 

@@ -74,7 +74,9 @@ def comparison(results: Sequence[tuple[str, Sequence[Record], Record]], samples:
         samples: the samples that the accuracy was computed on, "test" or "train".
     """
     table = Table(title=f"accuracy of the global model on the {samples} samples", title_justify="left")
-    for name in ("method", "last", "best", "last 10", "consistency", "MB sent", "seconds"):
+    frozen = any(summary.get("parameters_trained") != summary.get("parameters") for _, _, summary in results)
+    trained = ("trained",) if frozen else ()
+    for name in ("method", "last", "best", "last 10", "consistency", *trained, "MB sent", "seconds"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for method, history, summary in results:
         shown = (summary.get(f"accuracy_{name}") for name in ("last", "best", "mean_of_last_10"))
@@ -83,6 +85,7 @@ def comparison(results: Sequence[tuple[str, Sequence[Record], Record]], samples:
             method,
             *("–" if value is None else f"{value:.4f}" for value in shown),
             "–" if (value := history[-1].get("consistency")) is None else f"{value:.3g}",
+            *(f"{summary['parameters_trained']:,} of {summary['parameters']:,}" for _ in trained),
             f"{traffic:.1f}",
             f"{summary['seconds']:.1f}",
         )

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedflat.flatness import Direction, Duality, Landscape, LayerFlatness
+from fedflat.flatness import Direction, Duality, Film, Landscape, LayerFlatness, Trajectory
 from fedflat.report.dual import binned, correlations
 from fedflat.report.flatness_table import PAIRINGS
 from fedflat.report.lines import Band, Line, thinned
+from fedflat.report.terrain import steep
 
 Figure = dict[str, Any]
 
@@ -149,25 +150,46 @@ def crossing(found: Mapping[str, tuple[int, Landscape]]) -> Figure:
     return _figure(traces, "step α along the direction", "loss", yaxis=scale)
 
 
-def surfaces(found: Sequence[Landscape]) -> list[Figure]:
-    """Landscapes over planes on a common scale. The same `data` is shown as a surface or as a map (`forms`)."""
+def surfaces(found: Sequence[Film]) -> list[Figure]:
+    """Landscapes over planes on a common scale, with a frame for each round.
+
+    The same `data` is shown as a surface or as a map (`forms`); the page puts the heights of a frame into it, at first
+    those of the last round.
+    """
     if not found:
         return []
-    logarithmic = _decades(found)
-    heights = [np.log10(each.values) if logarithmic else each.values for each in found]
+    every = [each for film in found for each in film.landscapes]
+    logarithmic = steep(every)
+    heights = [_heights_of(each, logarithmic) for each in every]
     finite = np.concatenate([height[np.isfinite(height)] for height in heights])
     low, high = float(finite.min()), float(finite.max())
     low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
     ticks = _powers(low, high) if logarithmic else {}
-    reach = float(max(np.abs(each.axes).max() for each in found))
-    return [_plane(each, height, (low, high), reach, ticks) for each, height in zip(found, heights, strict=True)]
+    reach = float(max(np.abs(each.axes).max() for each in every))
+    return [
+        _plane(film.landscapes[-1], (low, high), reach, ticks)
+        | {"frames": _frames(film, logarithmic), "logarithmic": logarithmic}
+        for film in found
+    ]
 
 
-def _plane(each: Landscape, height: Any, ends: tuple[float, float], reach: float, ticks: Figure) -> Figure:
+def _heights_of(each: Landscape, logarithmic: bool) -> Any:
+    return np.log10(each.values) if logarithmic else each.values
+
+
+def _frames(film: Film, logarithmic: bool) -> list[Figure]:
+    """The heights of each round, over the points that are shown."""
+    found = []
+    for round, each in zip(film.rounds, film.landscapes, strict=True):
+        kept = thinned(each.axes.shape[1], WIDEST)
+        height = _heights_of(each, logarithmic)[np.ix_(kept, kept)].T  # Plotly expects the vertical axis first
+        found.append({"round": round, "z": [short(row, 4) for row in height]})
+    return found
+
+
+def _plane(each: Landscape, ends: tuple[float, float], reach: float, ticks: Figure) -> Figure:
     kept = thinned(each.axes.shape[1], WIDEST)
     x, y = (short(axis[kept]) for axis in each.axes)
-    rows = [short(row) for row in height[np.ix_(kept, kept)].T]  # Plotly expects the vertical axis first
-    losses = [[f"{loss:.4g}" for loss in row] for row in each.values[np.ix_(kept, kept)].T]
     (low, high), told = ends, "α %{x}, β %{y}: loss %{text}<extra></extra>"
     side = {"range": [-reach, reach], "zeroline": False}
     levels = {"start": low, "end": high, "size": (high - low) / 20, "coloring": "heatmap"}
@@ -175,13 +197,13 @@ def _plane(each: Landscape, height: Any, ends: tuple[float, float], reach: float
         "xaxis": {**side, "title": {"text": "α"}},
         "yaxis": {**side, "title": {"text": "β"}},
         "zaxis": {"range": [low, high], "title": {"text": ""}, **ticks},
-        "camera": {"eye": {"x": 1.5, "y": -1.65, "z": 0.85}, "center": {"x": 0, "y": 0, "z": -0.15}},
+        "camera": {"eye": {"x": 1.33, "y": -1.46, "z": 0.75}, "center": {"x": 0, "y": 0, "z": -0.15}},
         "aspectratio": {"x": 1, "y": 1, "z": 0.8},
     }
     flat = _figure([], "α", "β", xaxis=side, yaxis=side, hovermode="closest")["layout"]
     bar = {**_bar("loss"), **ticks}
     return {
-        "data": [{"x": x, "y": y, "z": rows, "text": losses, "colorscale": SCALE, "hovertemplate": told}],
+        "data": [{"x": x, "y": y, "colorscale": SCALE, "hovertemplate": told}],
         "layout": {"margin": {"l": 0, "r": 0, "t": 0, "b": 0}, "scene": scene},
         "forms": {
             "surface": {"trace": {"type": "surface", "cmin": low, "cmax": high, "showscale": False}},
@@ -191,6 +213,43 @@ def _plane(each: Landscape, height: Any, ends: tuple[float, float], reach: float
             },
         },
     }
+
+
+def trajectory(found: Trajectory) -> Figure:
+    """The rounds of a run and the local models of one round over the loss of their plane."""
+    grid = found.surface
+    logarithmic = _decades([grid])
+    height = _heights_of(grid, logarithmic)
+    finite = height[np.isfinite(height)]
+    ticks = _powers(float(finite.min()), float(finite.max())) if logarithmic else {}
+    x, y = (short(axis) for axis in grid.axes)
+    losses = [[f"{loss:.4g}" for loss in row] for row in grid.values.T]
+    below = {
+        "type": "contour", "x": x, "y": y, "z": [short(row, 4) for row in height.T], "text": losses,
+        "colorscale": SCALE, "contours": {"coloring": "heatmap"}, "ncontours": 20, "line": {"width": 0.5},
+        "colorbar": {**_bar("loss"), **ticks}, "hovertemplate": "x %{x}, y %{y}: loss %{text}<extra></extra>",
+    }  # fmt: skip
+    told = [f"round {r}: loss {loss:.4g}, {off:.2g} from the plane" for r, loss, off in zip(
+        found.rounds, found.losses, found.off, strict=True)]  # fmt: skip
+    traces = [below, _marks(found.path, "white", "circle", 8, told, mode="lines+markers")]
+    if found.local_round:
+        start, average = found.ends
+        legs = np.concatenate([[start, point, [np.nan, np.nan]] for point in found.clients_path]).reshape(-1, 2)
+        named = [f"client {client}, round {found.local_round}" for client in found.clients]
+        traces.append(_marks(legs, COLOURS[1], "circle", 1, "", mode="lines", hoverinfo="skip", hovertemplate=None))
+        traces.append(_marks(found.clients_path, COLOURS[1], "triangle-up", 9, named))
+        traces.append(_marks(average[None], COLOURS[3], "star", 13, [f"average, round {found.local_round}"]))
+    shares = [f", {share:.0%} of the variance" if math.isfinite(share) else "" for share in found.shares]
+    sides = {"xaxis": {"zeroline": False}, "yaxis": {"zeroline": False}}
+    return _figure(traces, f"x{shares[0]}", f"y{shares[1]}", hovermode="closest", **sides)
+
+
+def _marks(points: Any, colour: str, symbol: str, size: int, told: Any, **options: Any) -> Figure:
+    """Models in a plane. A dark edge keeps a mark visible on both ends of the map."""
+    marker = {"color": colour, "symbol": symbol, "size": size, "line": {"color": "#111", "width": 1}}
+    x, y = (short(side) for side in np.asarray(points).T)
+    shown = {"mode": "markers", "hovertemplate": "%{text}<extra></extra>", **options}
+    return {"type": "scatter", "x": x, "y": y, "text": told, "marker": marker, "line": {"color": colour}, **shown}
 
 
 def _decades(found: Sequence[Landscape]) -> bool:

@@ -31,6 +31,7 @@ def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
     cells = {
         "samples": str(row["samples"]),
         "λ1": f"{values[0]:.4g}",
+        **({"sharpness, adaptive (scale-invariant)": f"{row['adaptive_sharpness']:.3g}"} if "loss" in row else {}),
         f"λ1/λ{len(values)}": missing if spectrum["ratio"] is None else f"{spectrum['ratio']:.3g}",
         "‖Hv−λv‖/λ1, largest": f"{residual / abs(values[0]):.0e}" if values[0] else "–",
         "trace [95 %]": _estimate(spectrum["trace"]),
@@ -47,9 +48,20 @@ def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
         "sharpness, average [95 %]": estimate(
             row["average_sharpness"], row["average_sharpness_low"], row["average_sharpness_high"], digits=3
         ),
-        "sharpness, adaptive": f"{row['adaptive_sharpness']:.3g}",
         "‖w‖": f"{row['weight_norm']:.4g}",
         "capacity, log10 V_L": f"{row['log10_capacity']:.2f}",
+    }
+
+
+def headline(row: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+    """λ₁, the trace and the scale-invariant adaptive sharpness of one run; the trace with half of its 95 % interval."""
+    spectrum = row["spectrum"]
+    trace = spectrum["trace"]
+    half = (float(trace["high"]) - float(trace["low"])) / 2 if "high" in trace else 2 * float(trace["error"])
+    return {
+        "lambda1": (float(spectrum["eigenvalues"][0]), None),
+        "trace": (float(trace["mean"]), half),
+        "adaptive": (float(row["adaptive_sharpness"]), None),
     }
 
 
@@ -69,7 +81,7 @@ def estimate(mean: float, low: float, high: float, digits: int = 4) -> str:
 def layer_table(row: Mapping[str, Any]) -> Table:
     """The layers of one run: the curvature of each block, the activations, and the bound that they give."""
     parts = "weight and bias" if any(layer["bias"] for layer in row["layers"]) else "weight"
-    table = table_of(
+    table = titled_table(
         f"{row['run']}: Hessian block of each layer's {parts}, and the layer's inputs",
         ("layer", "parameters", "λ1", "trace [95 %]", "E‖a‖²", "mean a²", "MAN's bound"),
     )
@@ -89,7 +101,7 @@ def layer_table(row: Mapping[str, Any]) -> Table:
 
 def landscape_table(found: Mapping[str, Landscape], samples: Sequence[int], measured: str, span: float) -> Table:
     """The loss at the centre of each run's landscape and its largest rise, with the samples of each run."""
-    table = table_of(measured, ("run", "samples", "loss at the centre", f"largest rise within ±{span:g}"))
+    table = titled_table(measured, ("run", "samples", "loss at the centre", f"largest rise within ±{span:g}"))
     for (name, each), count in zip(found.items(), samples, strict=True):
         table.add_row(name, str(count), f"{each.centre:.4g}", f"{each.rise:.4g}")
     return table
@@ -149,8 +161,8 @@ def side_by_side(title: str, columns: Mapping[str, Mapping[str, str]]) -> Table:
     return table
 
 
-def table_of(title: str, columns: Sequence[str]) -> Table:
-    """An empty table whose first column is text and whose others are numbers."""
+def titled_table(title: str, columns: Sequence[str]) -> Table:
+    """An empty table with a title; all columns but the first are aligned to the right."""
     table = Table(title=title, title_justify="left")
     for position, name in enumerate(columns):
         table.add_column(name, justify="right" if position else "left")

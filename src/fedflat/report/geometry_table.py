@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from fedflat.flatness import ClientFlatness, Difference, GroupSpectrum, Locality, weighted
-from fedflat.report.flatness_table import estimate, side_by_side, table_of
+from fedflat.report.flatness_table import estimate, side_by_side, titled_table
 
 
 def group_table(groups: Sequence[GroupSpectrum], title: str) -> Table:
     """λ₁ and trace of every group's loss, with the samples of each."""
-    table = table_of(title, ("", "samples", "loss", "λ1", "trace [95 %]"))
+    table = titled_table(title, ("", "samples", "loss", "λ1", "trace [95 %]"))
     for each in groups:
         told = estimate(each.trace.mean, each.trace.low, each.trace.high)
         table.add_row(each.name, str(each.samples), f"{each.loss:.4g}", f"{each.lambda1:.4g}", told)
@@ -51,7 +51,7 @@ def locality_cells(found: Locality) -> dict[str, str]:
 def client_rows(found: Locality, title: str) -> Table:
     """One row for each client of a run."""
     heads = ("client", "samples", "pᵢ", "λ1 at w", "λ1 at wᵢ", "sharpness at w", "at wᵢ", "‖wᵢ − w‖", "part of λ1(H)")
-    table = table_of(title, heads)
+    table = titled_table(title, heads)
     for each in found.clients:
         table.add_row(*_client(each, found.lambda1))
     return table

@@ -15,7 +15,7 @@ from fedflat.errors import RunError
 from fedflat.recipe import Recipe
 from fedflat.report.flatness_table import bare
 from fedflat.rounds import flat_record
-from fedflat.runs import Record, read_recipe, read_whole
+from fedflat.runs import Record, read_recipe, read_record, read_whole
 
 Settings = dict[str, Any]
 MOST_NAMED = 3  # maximum number of settings in a line's name
@@ -126,12 +126,8 @@ def read_run(path: Path) -> Run:
 
 
 def _record(path: Path, number: int, line: bytes) -> Record:
-    try:
-        record = json.loads(line)
-        if isinstance(record, dict) and {"round", "bytes_down", "bytes_up", "seconds"} <= record.keys():
-            return record
-    except (ValueError, RecursionError):
-        pass
+    if record := read_record(line):
+        return record
     raise RunError(f"{path}: line {number} is not a valid record; the file is damaged, so restore it from a backup")
 
 

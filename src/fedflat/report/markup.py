@@ -99,7 +99,18 @@ def fold(title: str, inside: str) -> str:
 
 def form_button() -> str:
     """The button that switches between surfaces and maps."""
-    return '<p><button type="button" id="form" aria-pressed="false">Show as maps</button></p>'
+    return '<button type="button" id="form" aria-pressed="false">Show as maps</button>'
+
+
+def film_control(rounds: Sequence[int], plots: str, button: str = "") -> str:
+    """The plots of a film below a slider for its rounds and one more button, without the slider for a single round."""
+    if len(rounds) < 2:
+        return (f"<p>{button}</p>" if button else "") + plots
+    last = len(rounds) - 1
+    slider = f'<input type="range" min="0" max="{last}" value="{last}" step="1" data-rounds="{escape(str([*rounds]))}">'
+    told = f"<output>{rounds[-1]}</output>"
+    control = f'<p>{button}<button type="button" class="play">Play</button> <label>Round {slider} {told}</label></p>'
+    return f'<div class="film">{control}{plots}</div>'
 
 
 def copied(title: str, text: str, place: int | None = None) -> str:

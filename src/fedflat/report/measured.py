@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedflat.errors import FedflatError
+from fedflat.errors import FedflatError, RunError
 from fedflat.flatness import (
     Duality,
+    Film,
     Flatness,
     Hessian,
     Landscape,
     Locality,
     Portion,
+    Trajectory,
     duality,
     eigen_plane,
     landscape,
@@ -28,9 +31,12 @@ from fedflat.flatness import (
     top_eigenvalues,
 )
 from fedflat.recipe import Recipe
+from fedflat.report.flatness_table import flatness_cells, headline
 from fedflat.rounds import Problem
-from fedflat.runs import gather, last_lr, load_run
+from fedflat.runs import gather, last_lr, load_run, read_whole
 
+Row = Mapping[str, Any]
+OVER = ", over the rounds"
 SAMPLES, PRODUCTS, POINTS, PAIRS, TWINS = 500, 16, 15, 300, 2000
 MOST_CLIENTS = 20  # of a federation whose local models are measured, one Lanczos run each
 
@@ -86,11 +92,41 @@ def _locality(problem: Problem) -> Locality | None:
         return None
 
 
-def landscapes(run: Path) -> Mapping[str, Landscape]:
-    """The landscapes that `fedflat landscape` wrote for a run, by plane, except those without any finite value."""
-    files = sorted(run.glob("landscape-*.npz"))
-    found = {file.stem.removeprefix("landscape-"): Landscape.load(file) for file in files}
-    return {plane: each for plane, each in found.items() if np.isfinite(each.values).any()}
+def landscapes(run: Path) -> Mapping[str, Film]:
+    """The landscapes of a run by plane, except those without any finite value.
+
+    Those of `fedflat animate` have a frame for each round, and `OVER` behind the name of their plane; those of
+    `fedflat landscape` have only one.
+    """
+    single = {file.stem.removeprefix("landscape-"): file for file in sorted(run.glob("landscape-*.npz"))}
+    films = {file.stem.removeprefix("landscapes-"): file for file in sorted(run.glob("landscapes-*.npz"))}
+    found = {f"{plane}{OVER}": Film.load(file) for plane, file in films.items()}
+    found |= {plane: Film([0], [Landscape.load(file)]) for plane, file in single.items()}
+    return {plane: each for plane, each in found.items() if all(np.isfinite(x.values).any() for x in each.landscapes)}
+
+
+def recorded(run: Path) -> Row | None:
+    """The flatness record that `fedflat flatness` wrote for a run, if there is one.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    path = run / "flatness.json"
+    if not path.is_file():
+        return None
+    try:
+        row = json.loads(read_whole(path))
+        flatness_cells(row), headline(row), int(row["samples"])
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, ArithmeticError) as error:
+        raise RunError(f"{path}: not a record of flatness, or a damaged one; measure the run again") from error
+    found: Row = row
+    return found
+
+
+def recorded_trajectory(run: Path) -> Trajectory | None:
+    """The trajectory that `fedflat trajectory` wrote for a run, if there is one."""
+    path = run / "trajectory.npz"
+    return Trajectory.load(path) if path.is_file() else None
 
 
 def split_counts(recipe: Recipe) -> list[list[int]] | str:

@@ -12,12 +12,12 @@ from pathlib import Path
 from string import Template
 
 from fedflat.errors import RecipeError, RunError
-from fedflat.flatness import Landscape
+from fedflat.flatness import Film, Trajectory
 from fedflat.recipe import Recipe
-from fedflat.report import sections
+from fedflat.report import flat_sections, sections
 from fedflat.report.lines import Line, read_lines
 from fedflat.report.markup import Canvas, switch
-from fedflat.report.measured import landscapes, measured, split_counts
+from fedflat.report.measured import Measured, Row, landscapes, measured, recorded, recorded_trajectory, split_counts
 from fedflat.report.sections import Content, Counts
 
 Status = Callable[[str], AbstractContextManager[object]]
@@ -25,15 +25,18 @@ LIMIT = 6_000_000  # maximum size of the page in bytes
 POINTS = (500, 200, 80, 30)  # maximum points per curve, tried in turn until the page is below the limit
 MOST_SPLITS = 4
 ORDER = (
+    flat_sections.glance,
+    flat_sections.landscapes,
+    sections.overview,
     sections.results,
     sections.learning,
     sections.splits,
     sections.classes,
     sections.local,
     sections.rounds,
-    sections.flatness,
-    sections.landscapes,
-    sections.duality,
+    flat_sections.flatness,
+    flat_sections.trajectories,
+    flat_sections.duality,
     sections.refused,
     sections.repeat,
 )
@@ -61,7 +64,24 @@ def collect(paths: Sequence[Path], status: Status, measure: bool = False, target
     with status("reading the splits"):
         splits = _splits(lines)
     targets = [line.recipe.evaluation.target for line in lines]
-    return Content(lines, target or next(filter(None, targets), None), splits, _landscapes(lines), found)
+    goal = target or next(filter(None, targets), None)
+    return Content(lines, goal, splits, _landscapes(lines), found, _flatness(lines, found), _trajectories(lines))
+
+
+def _flatness(lines: Sequence[Line], found: Mapping[int, Measured]) -> Mapping[int, Mapping[int, Row]]:
+    """The flatness of every seed of each line: as recorded in its directory, or as just measured."""
+    rows: dict[int, dict[int, Row]] = {}
+    for place, line in enumerate(lines):
+        known = {run.recipe.seed: row for run in line.runs if (row := recorded(run.path))}
+        if known or place in found:
+            rows[place] = known or {line.recipe.seed: found[place].row()}
+    return rows
+
+
+def _trajectories(lines: Sequence[Line]) -> Mapping[int, Trajectory]:
+    """The trajectory of each line, from the first seed that has one."""
+    seen = ((k, recorded_trajectory(run.path)) for k, line in enumerate(lines) for run in reversed(line.runs))
+    return {place: each for place, each in seen if each}
 
 
 def _splits(lines: Sequence[Line]) -> Mapping[str, Counts | str]:
@@ -73,9 +93,9 @@ def _splits(lines: Sequence[Line]) -> Mapping[str, Counts | str]:
     return {title: split_counts(recipe) for title, recipe in [*recipes.items()][:MOST_SPLITS]}
 
 
-def _landscapes(lines: Sequence[Line]) -> Mapping[str, Mapping[int, Landscape]]:
+def _landscapes(lines: Sequence[Line]) -> Mapping[str, Mapping[int, Film]]:
     """The landscapes by plane and line, each from the first seed that has one."""
-    found: dict[str, dict[int, Landscape]] = {}
+    found: dict[str, dict[int, Film]] = {}
     for place, line in enumerate(lines):
         for run in line.runs:
             for plane, each in landscapes(run.path).items():
@@ -99,8 +119,7 @@ def page(content: Content) -> bytes:
 
 def _assembled(content: Content, script: str, most: int) -> bytes:
     canvas = Canvas()
-    made = [sections.overview(content), *(make(content, canvas, most) for make in ORDER)]
-    shown = [each for each in made if each]
+    shown = [each for make in ORDER if (each := make(content, canvas, most))]
     own = _asset("page.js")
     parts = {
         "title": escape(sections.subject(content.lines)),

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from fedflat.flatness import Landscape
+from fedflat.flatness import Film, Trajectory
 from fedflat.report import figures
-from fedflat.report.flatness_table import duality_columns, flatness_cells
-from fedflat.report.geometry_table import locality_cells
 from fedflat.report.lines import Band, Line, differing
-from fedflat.report.markup import Canvas, Section, copied, fold, form_button, grid, heading, paragraph, section, table
-from fedflat.report.measured import Measured
+from fedflat.report.markup import Canvas, Section, copied, fold, grid, heading, paragraph, section, table
+from fedflat.report.measured import Measured, Row
 from fedflat.runs import summary
 
 Counts = Sequence[Sequence[int]]
@@ -34,21 +32,24 @@ CURVES = {
     "lambda1": ("Sharpness during training", "λ₁ of the Hessian", False),
     "epsilon": ("Privacy spent", "ε", False),
 }
-PLANES = {"eigen": "The plane of the two top eigenvectors", "random": "Random directions"}
-MOST_SURFACES = 6  # per plane: browsers allow about sixteen WebGL contexts on a page
 LAST_REFUSALS = 20
 LONGEST = 300  # maximum number of characters of a refusal's detail
 
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a report. `landscapes` (by plane) and `measured` are keyed by the index of the line."""
+    """The content of a report. All but the first three are keyed by the index of the line, `landscapes` first by plane.
+
+    `flatness` holds the flatness record of each seed of a line.
+    """
 
     lines: Sequence[Line]
     target: float | None
     splits: Mapping[str, Counts | str]
-    landscapes: Mapping[str, Mapping[int, Landscape]]
+    landscapes: Mapping[str, Mapping[int, Film]]
     measured: Mapping[int, Measured]
+    flatness: Mapping[int, Mapping[int, Row]] = field(default_factory=dict)
+    trajectories: Mapping[int, Trajectory] = field(default_factory=dict)
 
     def name(self, place: int) -> str:
         return self.lines[place].name
@@ -61,7 +62,7 @@ def subject(lines: Sequence[Line]) -> str:
     return "; ".join(dict.fromkeys(told))
 
 
-def overview(content: Content) -> Section | None:
+def overview(content: Content, _: Canvas, __: int) -> Section | None:
     """The list of runs and the settings they share."""
     lines = content.lines
     rows = [
@@ -203,69 +204,6 @@ def splits(content: Content, canvas: Canvas, _: int) -> Section | None:
         told = f"{total} samples of {len(counts[0])} classes on {clients} clients{cut}"
         blocks.append(grid([canvas.plot(figures.split(counts), f"{title}: {told}", "clients × classes")]))
     return section("split", "Data split", "", *blocks)
-
-
-def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
-    """The flatness table, and the activations and curvature of every layer."""
-    if not content.measured:
-        return None
-    columns = {content.name(place): flatness_cells(each.row()) for place, each in content.measured.items()}
-    by_layer = {content.name(k): (k, each.flatness.layers) for k, each in content.measured.items()}
-    plots = (
-        canvas.plot(figures.layers(by_layer, quantity, axis), title, "layer by layer, for each line")
-        for quantity, axis, title in (
-            ("activity", "mean a²", "Input activations of each layer"),
-            ("curvature", "λ₁ of the layer's block", "Curvature of the layer's weights"),
-        )
-    )
-    note = "The first seed of each line; mean loss over training samples in evaluation mode. Intervals are of 95 %."
-    local = {content.name(k): locality_cells(each.locality) for k, each in content.measured.items() if each.locality}
-    against = _beside("Local against global flatness", local) if local else ""
-    return section("flatness", "Flatness of the minima", note, _beside("Flatness", columns), grid(plots), against)
-
-
-def _beside(caption: str, columns: Mapping[str, Mapping[str, str]]) -> str:
-    """A table with one column for each line and one row for each quantity."""
-    names = dict.fromkeys(name for cells in columns.values() for name in cells)
-    rows = [(name, *(cells.get(name, "–") for cells in columns.values())) for name in names]
-    return table(caption, ("", *columns), rows)
-
-
-def landscapes(content: Content, canvas: Canvas, _: int) -> Section | None:
-    """The loss around the minima: surfaces or maps on a common scale, and curves for single directions."""
-    blocks = []
-    for plane, found in content.landscapes.items():
-        wide = {k: each for k, each in found.items() if len(each.axes) == 2}
-        shown = dict([*wide.items()][:MOST_SURFACES])
-        plots = [
-            canvas.plot(figure, content.name(k), f"loss {each.centre:.3g}, rises by {each.rise:.3g}", k)
-            for (k, each), figure in zip(shown.items(), figures.surfaces([*shown.values()]), strict=True)
-        ]
-        blocks.append(heading(PLANES.get(plane, plane)))
-        blocks += [paragraph(f"The first {MOST_SURFACES} of {len(wide)} lines.")] if len(wide) > len(shown) else []
-        blocks.append(grid(plots, "plots surfaces"))
-        if along := {content.name(k): (k, each) for k, each in found.items() if len(each.axes) == 1}:
-            blocks.append(grid([canvas.plot(figures.crossing(along), "Along one direction", "the loss")]))
-        rows = [(content.name(k), f"{each.centre:.4g}", f"{each.rise:.4g}") for k, each in found.items()]
-        blocks.append(table("Loss", ("line", "at the minimum", "largest rise"), rows, [*found]))
-    note = "All lines share one scale for steps, heights and colours, so a minimum that looks flatter is flatter."
-    solid = any(len(each.axes) == 2 for found in content.landscapes.values() for each in found.values())
-    return section("landscapes", "The loss around the minima", note, form_button() if solid else "", *blocks)
-
-
-def duality(content: Content, canvas: Canvas, _: int) -> Section | None:
-    """The decomposition of the generalisation gap over the directions of the last layer."""
-    found = {content.name(k): (k, each.duality) for k, each in content.measured.items() if each.duality}
-    if not found:
-        return None
-    columns = duality_columns({f"{name}: {each.layer}": each for name, (_, each) in found.items()})
-    plots = (canvas.plot(figure, title, "for each line") for title, figure in figures.duality(found).items())
-    note = (
-        "The loss difference between paired train and test samples, written as changes of the last layer's weights. "
-        "Solid lines: each training sample with its nearest test sample, as in the paper. Dotted lines: each test "
-        "sample with its nearest training sample, as in the authors' demo."
-    )
-    return section("duality", "Activity–weight duality", note, grid(plots), _beside("Duality", columns))
 
 
 def refused(content: Content, _: Canvas, __: int) -> Section | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from fedflat.report.picture import new_figure, save_figure
 Floats = NDArray[np.float64]
 
 # The colour-blind safe palette of Okabe and Ito, without its yellow.
-_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MAP = "viridis"
+STEEP = 40
 _DECADES = 1.5  # losses that span more decades are drawn on a logarithmic scale
 
 
@@ -36,14 +37,15 @@ def draw_landscapes(landscapes: Mapping[str, Landscape], path: Path) -> None:
         RecipeError: there are no landscapes, their grids differ, or one has no finite value.
         RunError: the file cannot be written.
     """
-    _check(landscapes)
+    check_comparable(landscapes)
     if len(next(iter(landscapes.values())).axes) == 1:
         _draw_curves(landscapes, path)
     else:
         _draw_planes(landscapes, path)
 
 
-def _check(landscapes: Mapping[str, Landscape]) -> None:
+def check_comparable(landscapes: Mapping[str, Landscape]) -> None:
+    """Refuses landscapes that cannot be drawn on one scale."""
     if not landscapes:
         raise RecipeError("landscapes: there are none to draw")
     (first, pattern), *others = landscapes.items()
@@ -56,7 +58,7 @@ def _check(landscapes: Mapping[str, Landscape]) -> None:
 
 
 @dataclass(frozen=True)
-class _Scale:
+class Scale:
     """Maps losses to heights (the loss or its logarithm) over the common range of all runs."""
 
     low: float
@@ -64,13 +66,16 @@ class _Scale:
     logarithmic: bool
 
     @classmethod
-    def of(cls, landscapes: Mapping[str, Landscape]) -> _Scale:
+    def of(cls, landscapes: Mapping[str, Landscape], logarithmic: bool | None = None) -> Scale:
+        """The range of all landscapes, by default logarithmic if it spans more than a few decades."""
         values = np.concatenate([each.values.ravel() for each in landscapes.values()])
         finite = values[np.isfinite(values)]
         low, high = float(finite.min()), float(finite.max())
         if high - low <= 1e-9 * abs(high):
             low, high = low - 0.5, high + 0.5  # a constant loss still needs a scale
-        return cls(low, high, low > 0 and math.log10(high) - math.log10(low) > _DECADES)
+        if logarithmic is None:
+            logarithmic = low > 0 and math.log10(high) - math.log10(low) > _DECADES
+        return cls(low, high, logarithmic)
 
     def heights(self, values: Any) -> Floats:
         finite = np.where(np.isfinite(values), values, np.nan)
@@ -104,17 +109,29 @@ def _round_logarithmic(low: float, high: float) -> Floats:
     return np.array([digit * 10.0**power for power in powers for digit in digits])
 
 
-def _caption(name: str, each: Landscape) -> str:
+def steep(found: Sequence[Landscape]) -> bool:
+    """Whether surfaces on one linear scale would hide what most of them look like, so that they need a logarithm.
+
+    That is so if the largest loss is far above the middle of some surface. A deep minimum alone is no reason: on a
+    logarithmic scale it would look like a narrow one.
+    """
+    finite = [each.values[np.isfinite(each.values)] for each in found]
+    high, middles = max(float(values.max()) for values in finite), [float(np.median(values)) for values in finite]
+    return min(float(values.min()) for values in finite) > 0 and high > STEEP * min(middles)
+
+
+def caption(name: str, each: Landscape) -> str:
+    """The name of a run, its loss and its largest rise."""
     return f"{name}\nloss {each.centre:.3g}, rises by {each.rise:.3g}"
 
 
 def _draw_curves(landscapes: Mapping[str, Landscape], path: Path) -> None:
     figure = new_figure(7, 4.2)
     axes = figure.subplots()
-    scale = _Scale.of(landscapes)
+    scale = Scale.of(landscapes)
     for k, (name, each) in enumerate(landscapes.items()):
-        style = dict(color=_LINES[k % len(_LINES)], linestyle=("-", "--", ":")[k // len(_LINES) % 3])
-        axes.plot(each.axes[0], scale.heights(each.values), label=_caption(name, each), **style)
+        style = dict(color=LINES[k % len(LINES)], linestyle=("-", "--", ":")[k // len(LINES) % 3])
+        axes.plot(each.axes[0], scale.heights(each.values), label=caption(name, each), **style)
     axes.axvline(0, color="0.6", linewidth=0.8, linestyle=":")
     axes.set(xlabel="step α along the direction", ylabel="loss")
     axes.set_yticks(*scale.ticks())
@@ -126,13 +143,13 @@ def _draw_curves(landscapes: Mapping[str, Landscape], path: Path) -> None:
 def _draw_planes(landscapes: Mapping[str, Landscape], path: Path) -> None:
     runs = len(landscapes)
     figure = new_figure(3.3 * runs + 1.2, 6.4)
-    scale = _Scale.of(landscapes)
+    scale = Scale.of(landscapes)
     maps = [figure.add_subplot(2, runs, 1 + k) for k in range(runs)]
     surfaces = [figure.add_subplot(2, runs, 1 + runs + k, projection="3d") for k in range(runs)]
     for above, below, (name, each) in zip(maps, surfaces, landscapes.items(), strict=True):
-        above.set_title(_caption(name, each), fontsize="medium")
-        filled = _draw_map(above, each, scale)
-        _draw_surface(below, each, scale)
+        above.set_title(caption(name, each), fontsize="medium")
+        filled = draw_map(above, each, scale)
+        draw_surface(below, each, scale)
     heights, labels = scale.ticks()
     bar = figure.colorbar(filled, ax=[*maps, *surfaces], label="loss", aspect=40, shrink=0.8)
     bar.set_ticks(heights, labels=labels)
@@ -140,20 +157,23 @@ def _draw_planes(landscapes: Mapping[str, Landscape], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _draw_map(axes: Any, each: Landscape, scale: _Scale) -> Any:
-    """Draws filled contours, with lines at the ticks of the colour bar."""
+def draw_map(axes: Any, each: Landscape, scale: Scale, centre: bool = True) -> Any:
+    """Draws filled contours, with lines at the ticks of the colour bar, and a cross at the centre."""
     heights = scale.heights(each.values).T  # matplotlib expects the vertical axis first
     filled = axes.contourf(*each.axes, heights, scale.levels(25), cmap=_MAP)
     crossed = [height for height in scale.ticks()[0] if np.nanmin(heights) < height < np.nanmax(heights)]
     if crossed:
         axes.contour(*each.axes, heights, crossed, colors="white", linewidths=0.8, linestyles="-")
-    axes.plot(0, 0, marker="+", color="white", markersize=9, markeredgewidth=1.5)
-    steps = np.linspace(each.axes[0, 0], each.axes[0, -1], 5)
-    axes.set(aspect="equal", facecolor="0.85", xlabel="α", ylabel="β", xticks=steps, yticks=steps)
+    axes.set(facecolor="0.85")
+    if centre:
+        axes.plot(0, 0, marker="+", color="white", markersize=9, markeredgewidth=1.5)
+        steps = np.linspace(each.axes[0, 0], each.axes[0, -1], 5)
+        axes.set(aspect="equal", xlabel="α", ylabel="β", xticks=steps, yticks=steps)
     return filled
 
 
-def _draw_surface(axes: Any, each: Landscape, scale: _Scale) -> None:
+def draw_surface(axes: Any, each: Landscape, scale: Scale) -> None:
+    """Draws the surface in the one camera of all surfaces."""
     low, high = scale.ends
     surface = (*np.meshgrid(*each.axes), scale.heights(each.values).T)
     axes.plot_surface(*surface, cmap=_MAP, vmin=low, vmax=high, rcount=60, ccount=60, linewidth=0)

@@ -1,9 +1,9 @@
 """Privacy accounting: ε at δ after every round, computed with dp-accounting.
 
 Without sampling, the noise of all rounds amounts to one Gaussian mechanism, whose ε is known exactly. Amplification by
-sampling is accounted for with Rényi divergences (RDP): unlike the PLD accountant, the RDP accountant supports both ways
-to draw a cohort, and its bound is conservative. ε depends only on the recipe and the number of rounds, so a resumed run
-reports the same value.
+sampling is accounted for with Rényi divergences (RDP) and, if every client is drawn independently, with the tighter
+privacy loss distribution (PLD), which is not known for cohorts of fixed size. All are upper bounds; the smallest one is
+reported. ε depends only on the recipe and the number of rounds, so a resumed run reports the same value.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from fedflat.rounds.client import Problem
 from fedflat.rounds.cohort import expected_cohort
 
 ORDERS = (*range(2, 65), 80, 96, 128, 512, 1024)  # integers only: between them a sum may not converge
+LARGE = 200.0  # an ε beyond which a tighter bound is not worth the memory of its distribution
+POINTS = 4000  # of a privacy loss distribution, about, from 0 to ε
 
 
 @dataclass(frozen=True)
@@ -28,22 +30,25 @@ class Ledger:
     """The privacy loss of one round.
 
     `multiplier` is the noise in units of the largest change that one client can make to the sum. `sampled` holds the
-    divergences of a round with a secret cohort, at the ORDERS. `missing` says why ε does not hold, if it does not.
-    `hidden` names what clients do not send because it would bypass the noise.
+    divergences of a round with a secret cohort, at the ORDERS; `odds` is the probability that a client is in it, if all
+    are drawn independently. `missing` says why ε does not hold, if it does not. `hidden` names what clients do not send
+    because it would bypass the noise. `discarded` rounds were shown to clients before the run went back behind them.
     """
 
     delta: float
     multiplier: float
     sampled: Any = None
+    odds: float = 1.0
     missing: str = ""
     hidden: tuple[str, ...] = ()
+    discarded: int = 0
 
     def reported(self, rounds: int) -> dict[str, Any]:
         """The privacy fields of a round's record."""
         hidden = dict.fromkeys(self.hidden)
         if self.missing:
             return {**hidden, "epsilon": None, "epsilon_missing": self.missing}
-        return {**hidden, "epsilon": self.epsilon(rounds)}
+        return {**hidden, "epsilon": self.epsilon(rounds + self.discarded)}
 
     def epsilon(self, rounds: int) -> float | None:
         """ε at δ after that many rounds; None without noise."""
@@ -53,6 +58,8 @@ class Ledger:
         bounds = [dp.get_epsilon_gaussian(self.multiplier / math.sqrt(rounds), self.delta)]
         if self.sampled is not None:
             bounds.append(dp.rdp.compute_epsilon(ORDERS, rounds * self.sampled, self.delta)[0])
+        if self.odds < 1 and min(bounds) <= LARGE:
+            bounds.append(pld_epsilon(self.multiplier, self.odds, rounds, self.delta, min(bounds)))
         return float(min(bounds))
 
 
@@ -68,7 +75,7 @@ def ledger_of(problem: Problem) -> Ledger | None:
     if book is None or not problem.deployed:
         return book
     hidden = ("local_loss",) if problem.method.protection and problem.method.protection.protects == "upload" else ()
-    return replace(book, missing=_missing(problem), hidden=hidden)
+    return replace(book, missing=_missing(problem), hidden=hidden, discarded=problem.discarded)
 
 
 def _missing(problem: Problem) -> str:
@@ -106,14 +113,34 @@ def _central(part: Privacy, sampling: str, cohort: float, clients: int) -> Ledge
         return Ledger(part.delta, 0.0)
     dp, relation = _accounting(), _accounting().NeighboringRelation
     if sampling == "bernoulli":
-        event = dp.PoissonSampledDpEvent(cohort / clients, dp.GaussianDpEvent(part.noise))
-        return Ledger(part.delta, part.noise, _divergences(event, relation.ADD_OR_REMOVE_ONE))
+        odds = cohort / clients
+        event = dp.PoissonSampledDpEvent(odds, dp.GaussianDpEvent(part.noise))
+        return Ledger(part.delta, part.noise, _divergences(event, relation.ADD_OR_REMOVE_ONE), odds)
     event = dp.SampledWithoutReplacementDpEvent(clients, int(cohort), dp.GaussianDpEvent(part.noise / 2))
     return Ledger(part.delta, part.noise / 2, _divergences(event, relation.REPLACE_ONE))
 
 
 def _divergences(event: Any, relation: Any) -> Any:
     return _accounting().rdp.RdpAccountant(ORDERS, relation).compose(event).rdp
+
+
+def pld_epsilon(noise: float, odds: float, rounds: int, delta: float, about: float) -> float:
+    """Return the ε at δ of a Gaussian mechanism over rounds in which each client takes part with probability `odds`.
+
+    The privacy loss distribution is discretised with steps that suit an ε of `about` this size, and rounded upwards, so
+    that a coarser step gives a larger ε and never one too small.
+    """
+    step = 2.0 ** math.floor(math.log2(max(about, 0.1) / POINTS))  # of few values, so that few are computed
+    return float(_losses(noise, odds, step).self_compose(rounds).get_epsilon_for_delta(delta))
+
+
+@cache
+def _losses(noise: float, odds: float, step: float) -> Any:
+    """The privacy loss distribution of one round."""
+    _accounting()
+    from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+
+    return from_gaussian_mechanism(noise, value_discretization_interval=step, sampling_prob=odds)
 
 
 def _refuse_comparisons(limits: Admission) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fedflat.errors import DataError, FedflatError, TrainingError, printable
+from fedflat.errors import DataError, FedflatError, TrainingError, printable, shown
 from fedflat.federation import Federation
 from fedflat.local import Vectors
 from fedflat.methods import Upload
@@ -220,11 +220,6 @@ def known_samples(federation: Federation, client: int) -> int | None:
         return federation.samples(client)
     except DataError:
         return None
-
-
-def shown(value: object, most: int = 60) -> str:
-    """Format an untrusted value for a message."""
-    return printable(repr(value) if isinstance(value, str | float | list) or value is None else value, most)
 
 
 def _whole(value: Any) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedflat.errors import RecipeError, SplitError
@@ -21,6 +20,7 @@ from fedflat.models import Network
 from fedflat.randomness import Secret, forked, generator
 from fedflat.recipe import BufferPolicy, Engine, Evaluation, Local, Measure, Model, Recipe
 from fedflat.rounds.metrics import Score, proximal_loss, score
+from fedflat.tasks import CLASSIFICATION, Task
 
 STAGES = ("planning", "training", "reporting", "evaluating")
 SCORED = 500  # samples per chunk when a client evaluates all of its samples
@@ -34,17 +34,18 @@ class Problem:
     """Everything that stays the same over the rounds: the objects a recipe describes, and the recipe in full.
 
     `secret` seeds the draws of this side of a deployment, instead of the recipe's seed. `deployed` is true if the
-    clients, and so their privacy, are real.
+    clients, and so their privacy, are real. `discarded` counts rounds of a deployment that it has gone back behind.
     """
 
     federation: Federation
     network: Network
     method: Method
     recipe: Recipe = Recipe()
-    loss: Loss = F.cross_entropy
+    task: Task = CLASSIFICATION
     shuffle: bool = True
     secret: Secret | None = None
     deployed: bool = False
+    discarded: int = 0
 
     @classmethod
     def of(
@@ -58,9 +59,11 @@ class Problem:
         buffers: BufferPolicy = "average",
         group: int = 1,
         measures: Sequence[Measure] = (),
+        task: Task = CLASSIFICATION,
+        loss: Loss | None = None,
         **others: Any,
     ) -> Problem:
-        """Create a problem from a few settings; the rest of the recipe has its defaults."""
+        """Create a problem from a few settings; the rest of the recipe has its defaults. `loss` replaces the task's."""
         recipe = Recipe(
             seed=seed,
             model=Model(buffers=buffers),
@@ -68,12 +71,14 @@ class Problem:
             evaluation=Evaluation(measures=[*measures]),
             engine=Engine(group=group),
         )
-        return cls(federation, network, method, recipe, **others)
+        return cls(federation, network, method, recipe, task.with_loss(loss) if loss else task, **others)
 
     def __post_init__(self) -> None:
         if self.recipe.model.buffers == "refuse" and self.network.buffer_layout.shapes:
             names = ", ".join(self.network.buffer_layout.shapes)
             raise RecipeError(f'model.buffers = "refuse", but the model has the buffers {names}')
+        for part in self.method.parts:
+            part.fits(self.network.layout)
         guard = self.method.protection
         if self.deployed and isinstance(guard, Privacy):
             guard.refuse_seeded()
@@ -84,6 +89,11 @@ class Problem:
             )
         if (client := self.federation.empty()) is not None:
             raise SplitError(f"client {client} holds no sample; give it one or leave it out")
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of outputs and labels."""
+        return self.task.loss
 
     @property
     def seed(self) -> int:
@@ -229,8 +239,8 @@ class Worker:
 
     def local_round(self, broadcast: Broadcast, client: int, memory: Vectors | None) -> Trained:
         """Run one client's round; `memory` is None if the client has never taken part."""
-        problem, network, sent = self.problem, self.problem.network, broadcast.sent
-        memory, rule = self._plan(broadcast, client, memory)
+        problem, network = self.problem, self.problem.network
+        sent, memory, rule = self._plan(broadcast, client, memory)
         network.reset_counters()
         if network.buffers.numel():
             network.buffers.copy_(memory["buffers"] if "buffers" in memory else sent["buffers"])
@@ -239,7 +249,7 @@ class Worker:
         chance = generator(problem.seed, "dropout", broadcast.round, client)
         with _lent_generator(chance, network.weights.device):
             outcome = train(network, sent["weights"], rule, batches, problem.loss)
-        return self._report(broadcast, client, memory, outcome)
+        return self._report(sent, client, memory, outcome)
 
     def local_rounds(
         self, broadcast: Broadcast, clients: Sequence[int], memories: Sequence[Vectors | None]
@@ -250,24 +260,26 @@ class Worker:
         if len(clients) == 1 or problem.federation.augment.draws:
             return [self.local_round(broadcast, client, memory) for client, memory in named]
         plans = [self._plan(broadcast, client, memory) for client, memory in named]
-        rules = [rule for _, rule in plans]
+        starts, rules = [sent["weights"] for sent, _, _ in plans], [rule for _, _, rule in plans]
         if not can_share(problem.network, rules, problem.loss, labels):
             return [self.local_round(broadcast, client, memory) for client, memory in named]
         orders = [self._order(broadcast, client) for client in clients]
         steps = [rule.steps for rule in rules]
         batches = problem.federation.batches_together(clients, problem.recipe.local.batch, steps, orders)
         self._enter("training")
-        outcomes = train_together(problem.network, broadcast.sent["weights"], rules, batches)
+        outcomes = train_together(problem.network, torch.stack(starts), rules, batches)
         planned = zip(clients, plans, outcomes, strict=True)
-        return [self._report(broadcast, client, memory, outcome) for client, (memory, _), outcome in planned]
+        return [self._report(sent, client, memory, outcome) for client, (sent, memory, _), outcome in planned]
 
-    def _plan(self, broadcast: Broadcast, client: int, memory: Vectors | None) -> tuple[Vectors, LocalRule]:
+    def _plan(self, broadcast: Broadcast, client: int, memory: Vectors | None) -> tuple[Vectors, Vectors, LocalRule]:
+        """Return what the client received, with its own start as the weights, its memory, and its rule."""
         self._enter("planning")
-        device = self.problem.network.weights.device
+        device, method = self.problem.network.weights.device, self.problem.method
         known = self._first if memory is None else {name: vector.to(device) for name, vector in memory.items()}
-        return known, self.problem.method.plan(self._rule(broadcast, client), broadcast.sent, known)
+        sent = method.begin(broadcast.sent, known)
+        return sent, known, method.plan(self._rule(broadcast, client), sent, known)
 
-    def _report(self, broadcast: Broadcast, client: int, memory: Vectors, outcome: Outcome) -> Trained:
+    def _report(self, sent: Vectors, client: int, memory: Vectors, outcome: Outcome) -> Trained:
         self._enter("reporting")
         problem, rule, buffers = self.problem, outcome.rule, self.problem.network.buffers
         trained = Upload(
@@ -277,17 +289,17 @@ class Worker:
             lr=rule.mean_lr,
             loss=outcome.loss,
             delta=outcome.delta,
-            notes={**outcome.notes, **self._noted(broadcast, client, outcome)},
+            notes={**outcome.notes, **self._noted(sent["weights"], client, outcome)},
         )
-        upload, kept = problem.method.report(trained, broadcast.sent, memory, outcome)
+        upload, kept = problem.method.report(trained, sent, memory, outcome)
         vectors = dict(upload.vectors)
         if buffers.numel():
             (kept if "buffers" in memory else vectors)["buffers"] = buffers.clone()
         return Trained(replace(upload, vectors=vectors), kept)
 
-    def _noted(self, broadcast: Broadcast, client: int, outcome: Outcome) -> dict[str, float]:
+    def _noted(self, start: Tensor, client: int, outcome: Outcome) -> dict[str, float]:
         """The measures that the recipe requests of the client's final model."""
-        problem, start = self.problem, broadcast.sent["weights"]
+        problem = self.problem
         if "proximal" not in problem.recipe.evaluation.measures:
             return {}
         indices = problem.federation.shard(client).split(SCORED)
@@ -313,7 +325,7 @@ class Worker:
         problem = self.problem
         self._load(weights, buffers)
         inputs, labels = problem.federation.held_out(part, start, stop)
-        return score(problem.network.module, inputs, labels, problem.loss, problem.federation.dataset.classes)
+        return score(problem.network.module, inputs, labels, problem.task)
 
     def answer(self, weights: Tensor, buffers: Tensor, client: int, vector: Tensor, about: About = "hessian") -> Tensor:
         """Return a client's answer to the question about a vector, at these weights."""

@@ -36,7 +36,7 @@ def measured(
     moved = after.weights - sent
     found = {name: MEASURES[name](uploads, moved) for name in wanted}
     if "local" in watch.measures:
-        found |= _local_accuracy(engine, before, uploads, sent, watch)
+        found |= _local_metric(engine, before, uploads, sent, watch)
     if evaluated and {"local_sharpness", "local_curvature"} & {*watch.measures}:  # last: answers overwrite Δᵢ
         models = {upload.client: _local_model(engine, before, upload, sent) for upload in uploads}
         if "local_sharpness" in watch.measures:
@@ -52,16 +52,17 @@ def _local_model(engine: Engine, before: ServerState, upload: Upload, sent: Tens
     return replace(before, weights=sent + upload.delta, buffers=buffers)
 
 
-def _local_accuracy(
+def _local_metric(
     engine: Engine, before: ServerState, uploads: Uploads, sent: Tensor, watch: Evaluation
 ) -> dict[str, float]:
-    """Accuracy of the clients' models on all clients' samples, before and after local training (FedSoL, Fig. 3)."""
-    start = engine.score(replace(before, weights=sent), watch.on, watch.batch).accuracy
+    """The metric of the clients' models on all clients' samples, before and after local training (FedSoL, Fig. 3)."""
+    name = watch.metric or "accuracy"
+    start = engine.score(replace(before, weights=sent), watch.on, watch.batch).values[name]
     models = (_local_model(engine, before, upload, sent) for upload in uploads)
-    ends = [engine.score(model, watch.on, watch.batch).accuracy for model in models]
+    ends = [engine.score(model, watch.on, watch.batch).values[name] for model in models]
     mean = sum(ends) / len(ends)
     spread = math.sqrt(sum((end - mean) ** 2 for end in ends) / len(ends))
-    return {"local_accuracy_before": start, "local_accuracy": mean, "local_accuracy_std": spread}
+    return {f"local_{name}_before": start, f"local_{name}": mean, f"local_{name}_std": spread}
 
 
 def _asked(name: str, question: Callable[[], dict[str, float]]) -> dict[str, float]:

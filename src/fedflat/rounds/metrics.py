@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -12,53 +11,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedflat.local import Batch, Loss
+from fedflat.local import Batch
 from fedflat.methods import Upload
 from fedflat.models import Network
+from fedflat.tasks import Accuracy, Metric, Task, counted
 
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over samples, so that the scores of chunks add up. For labels that are not classes only the loss counts."""
+    """Sums over samples, so that the scores of chunks add up: of the loss, and of each metric of the task.
+
+    `counted` is the number of samples, or of whatever else the loss averages over (tokens).
+    """
 
     loss_sum: float
-    correct: tuple[int, ...]
-    total: tuple[int, ...]
-    samples: int
+    counted: int
+    found: tuple[Metric, ...]
 
     def __add__(self, other: Score) -> Score:
-        return Score(
-            self.loss_sum + other.loss_sum,
-            tuple(a + b for a, b in zip(self.correct, other.correct, strict=True)),
-            tuple(a + b for a, b in zip(self.total, other.total, strict=True)),
-            self.samples + other.samples,
-        )
+        found = tuple(a + b for a, b in zip(self.found, other.found, strict=True))
+        return Score(self.loss_sum + other.loss_sum, self.counted + other.counted, found)
 
     @property
     def loss(self) -> float:
-        return self.loss_sum / self.samples
+        return self.loss_sum / self.counted
 
     @property
-    def accuracy(self) -> float:
-        """The share of samples whose label has the largest logit; NaN if labels are not classes."""
-        return sum(self.correct) / self.samples if self.correct else math.nan
+    def values(self) -> dict[str, float]:
+        """The value of each metric."""
+        return {metric.name: metric.value for metric in self.found}
 
     @property
     def per_class(self) -> list[float]:
-        return [c / t if t else math.nan for c, t in zip(self.correct, self.total, strict=True)]
+        """The accuracy of each class; empty if it is not a metric of the task."""
+        return next((metric.per_class for metric in self.found if isinstance(metric, Accuracy)), [])
 
 
 @torch.no_grad()
-def score(module: nn.Module, inputs: Tensor, labels: Tensor, loss: Loss, classes: int) -> Score:
+def score(module: nn.Module, inputs: Tensor, labels: Tensor, task: Task) -> Score:
     """Score one chunk of samples with a module in evaluation mode."""
     module.eval()
-    logits = module(inputs)
-    total = float(loss(logits, labels)) * len(labels)
-    if labels.is_floating_point():
-        return Score(total, (), (), len(labels))
-    hits = labels[logits.argmax(dim=1) == labels]
-    correct, present = (torch.bincount(x, minlength=classes).tolist() for x in (hits, labels))
-    return Score(total, tuple(correct), tuple(present), len(labels))
+    outputs = module(inputs)
+    number = counted(task.loss, labels)
+    return Score(
+        float(task.loss(outputs, labels)) * number, number, tuple(metric.of(outputs, labels) for metric in task.metrics)
+    )
 
 
 @torch.no_grad()

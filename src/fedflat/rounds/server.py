@@ -60,6 +60,7 @@ def view(problem: Problem, state: ServerState, server: Server | None = None) -> 
         lr=server.lr,
         seed=problem.seed,
         cohort=expected_cohort(server, clients),
+        layout=problem.network.layout,
     )
 
 

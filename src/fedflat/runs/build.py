@@ -6,19 +6,19 @@ import copy
 import inspect
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fedflat import models
 from fedflat.engine import Cluster, Inline, Pool, cores, require_bf16
 from fedflat.errors import FedflatError, RecipeError, RunError
 from fedflat.federation import Augment, Federation, federate, load, splits_by
-from fedflat.local import Loss, group_size
-from fedflat.methods import ActiveModel, AllModels, Method, parse, spell
+from fedflat.local import group_size
+from fedflat.methods import ActiveModel, AllModels, Method, ProductAverage, parse, spell
 from fedflat.models import Network
 from fedflat.randomness import generator
 from fedflat.recipe import Recipe, validated
@@ -33,20 +33,23 @@ from fedflat.rounds import (
     first_state,
     view,
 )
-from fedflat.runs.checkpoint import DamagedError, verified
+from fedflat.runs.base import load_base, refuse_misfit
+from fedflat.runs.checkpoint import Checkpoint, DamagedError, verified
 from fedflat.runs.folder import Record, read_model, read_recipe, read_whole, refuse_other_base
+from fedflat.tasks import Accuracy, Task, find_task
 
 if TYPE_CHECKING:
     from fedflat.flatness import Portion
 
+Parameters = Literal["trained", "all"]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.float32}
 
 
-def prepare(recipe: Recipe, loss: Loss = F.cross_entropy) -> Problem:
-    """Build the problem of a recipe; the problem's own recipe has every default filled in."""
+def prepare(recipe: Recipe, task: Task | None = None) -> Problem:
+    """Build the problem of a recipe; the problem's own recipe has every default filled in. `task` replaces its task."""
     method = parse(recipe.method)
     recipe = recipe.model_copy(update={"method": spell(recipe.method)})
-    return assemble(recipe, gather(recipe), None, method, loss)
+    return assemble(recipe, gather(recipe), None, method, task)
 
 
 def gather(recipe: Recipe) -> Federation:
@@ -63,6 +66,7 @@ def gather(recipe: Recipe) -> Federation:
         mean=tuple(data.mean or ()),
         std=tuple(data.std or ()),
         normalise=data.normalise,
+        by_length=data.by_length,
         **split.options(),
     )
 
@@ -77,7 +81,9 @@ def _split_seed(recipe: Recipe) -> int:
     return recipe.seed if recipe.split.seed is None else recipe.split.seed
 
 
-def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, method: Method, loss: Loss) -> Problem:
+def assemble(
+    recipe: Recipe, federation: Federation, module: nn.Module | None, method: Method, task: Task | None = None
+) -> Problem:
     """Combine federation, model, method and the full recipe into a problem.
 
     Args:
@@ -85,8 +91,10 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
         federation: the clients and their samples.
         module: the network, which is copied; None builds the recipe's model.
         method: the method.
-        loss: the loss of logits and labels.
+        task: the task; None takes the recipe's, or else the data set's.
     """
+    data, task = federation.dataset, task or find_task(recipe.task or federation.dataset.task)
+    task.check(data.name, data.train.labels)
     dtype = DTYPES[recipe.precision]
     device = _device(recipe)
     if recipe.precision == "bf16" and device == "cpu":
@@ -96,13 +104,37 @@ def assemble(recipe: Recipe, federation: Federation, module: nn.Module | None, m
         # The caller's module stays unchanged, so that the next run can start from it again.
         module = copy.deepcopy(module)
     else:
-        shape, classes = federation.dataset.shape, federation.dataset.classes
         chance = generator(recipe.seed, "weights")
-        module = models.build(recipe.model.name, shape, classes, chance, **recipe.model.options())
+        kind: Record = {"vocabulary": data.vocabulary, "per_token": task.output == "tokens"}
+        module = models.build(recipe.model.name, data.shape, data.classes, chance, **kind | recipe.model.options())
+    module, recipe = _founded(module, recipe)
+    method = method + ProductAverage() if recipe.model.lora and recipe.model.lora.average == "product" else method
     network = Network(module, dtype, device, autocast=recipe.precision == "bf16")
     network.choose_head(federation.held_out("train", 0, 1)[0])
     group = recipe.engine.group or group_size(network, cohort_size(recipe.server, federation.clients))
-    return Problem(federation, network, _evaluating(method, recipe), in_full(recipe, federation, group), loss)
+    recipe = judged_by(task, recipe)
+    return Problem(federation, network, _evaluating(method, recipe), in_full(recipe, federation, group), task)
+
+
+def judged_by(task: Task, recipe: Recipe) -> Recipe:
+    """Return the recipe with the task's name, its metric to follow, and which values of that are the best."""
+    metric = task.metric(recipe.evaluation.metric)
+    best = "highest" if metric.higher else "lowest"
+    if metric is Accuracy and recipe.evaluation.target is not None and not 0 < recipe.evaluation.target <= 1:
+        raise RecipeError(f"evaluation.target = {recipe.evaluation.target}: an accuracy is above 0 and at most 1")
+    evaluation = recipe.evaluation.model_copy(update={"metric": metric.name, "best": best})
+    return recipe.model_copy(update={"task": task.name, "evaluation": evaluation})
+
+
+def _founded(module: nn.Module, recipe: Recipe) -> tuple[nn.Module, Recipe]:
+    """The module with the weights of `model.base` and the adapters of `model.lora`, and the recipe with its digest."""
+    model = recipe.model
+    if model.base is not None:
+        digest = load_base(module, model.base, model.base_sha256)
+        recipe = recipe.model_copy(update={"model": model.model_copy(update={"base_sha256": digest})})
+    if model.lora is not None:
+        module = models.lora(module, **model.lora.options(), generator=generator(recipe.seed, "lora"))
+    return module, recipe
 
 
 def _evaluating(method: Method, recipe: Recipe) -> Method:
@@ -201,12 +233,20 @@ def last_lr(recipe: Recipe, rounds: int | None = None) -> float:
     return recipe.local.lr * recipe.local.lr_decay ** ((rounds or recipe.server.rounds) - 1)
 
 
-def load_run(directory: Path, federation: Federation | None = None) -> Problem:
+def load_run(
+    directory: Path,
+    federation: Federation | None = None,
+    task: Task | None = None,
+    parameters: Parameters = "trained",
+) -> Problem:
     """Load a finished run: its problem, with the global model in the network, and its recorded recipe.
 
     Args:
         directory: the run's directory, or the manifest of a checkpoint to load the run as it was then.
         federation: the run's federation, required if it was made in Python.
+        task: the run's task, required if it was made in Python.
+        parameters: what counts as the model's weights: those that the run has trained, or all. With "all", adapters
+            are merged and nothing is frozen, so that the model can be measured beside one that was trained in full.
 
     Raises:
         RunError: if the run cannot be read, or its federation is missing.
@@ -217,25 +257,37 @@ def load_run(directory: Path, federation: Federation | None = None) -> Problem:
         raise RunError(f"{directory}: its federation was made in Python; give it to load_run(directory, federation)")
     try:
         near = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"device": "cpu"})})
-        problem = assemble(near, federation or gather(recipe), None, parse(recipe.method), F.cross_entropy)
+        if not checkpoint:  # the model of a finished run is whole: its base need not be there any more
+            near = near.model_copy(update={"model": near.model.model_copy(update={"base": None})})
+        problem = assemble(near, federation or gather(recipe), None, parse(recipe.method), task)
     except FedflatError as error:
         raise type(error)(f"{directory}: {error}") from None
     if checkpoint:
-        _load_checkpoint(checkpoint, problem)
+        load_checkpoint(checkpoint, problem)
     else:
         _load_model(directory, problem)
     problem.network.module.eval()
     problem.recipe = recipe  # as recorded, with the device of that run
-    return problem
+    return problem if parameters == "trained" else _unfrozen(problem)
 
 
-def _load_checkpoint(path: Path, problem: Problem) -> None:
+def _unfrozen(problem: Problem) -> Problem:
+    """The problem with all weights of its model, for measurements."""
+    network = problem.network
+    whole = Network(models.merged(network.module), network.weights.dtype, autocast=network.autocast)
+    whole.choose_head(problem.federation.held_out("train", 0, 1)[0])
+    return replace(problem, network=whole, method=Method())  # the method's state and checks belong to the trained ones
+
+
+def load_checkpoint(path: Path, problem: Problem) -> Checkpoint:
+    """Load the model of a checkpoint, given by its manifest, into the problem's network."""
     try:
         checkpoint = verified(path)
     except DamagedError as damage:
         raise RunError(f"{damage}; give another checkpoint") from None
     checkpoint.check_base(problem.network.base_digest)
     show(problem, checkpoint.state(first_state(problem)))
+    return checkpoint
 
 
 def show(problem: Problem, state: ServerState) -> None:
@@ -248,15 +300,7 @@ def show(problem: Problem, state: ServerState) -> None:
 
 def _load_model(directory: Path, problem: Problem) -> None:
     module, tensors = problem.network.module, read_model(directory)
-    expected = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    for name in expected | found:
-        if expected.get(name) != found.get(name):
-            there, here = (tuple(s[name]) if name in s else "nothing" for s in (found, expected))
-            raise RunError(
-                f"{directory}: model.safetensors does not fit the recipe's model {problem.recipe.model.name}: "
-                f"{name} is {there}, but should be {here}"
-            )
+    refuse_misfit(module, tensors, f"{directory}: model.safetensors", problem.recipe.model.name)
     if not all(bool(tensors[name].isfinite().all()) for name, _ in module.named_parameters()):
         raise RunError(f"{directory}: model.safetensors holds weights that are not finite; give one of its checkpoints")
     module.load_state_dict(tensors)

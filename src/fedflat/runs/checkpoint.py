@@ -100,21 +100,27 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of a run: the last two, and the best."""
+    """The checkpoints of a run: the last two, the best, and that of every n-th round if the recipe says so."""
 
-    def __init__(self, directory: Path, recipe: Recipe, base: str = "") -> None:
+    def __init__(self, directory: Path, recipe: Recipe, base: str | None = "") -> None:
+        """Open the checkpoints of a run; `base` is None if there is no model whose frozen weights must be theirs."""
         self._folder = directory / "checkpoints"
         self._fingerprint, self._base = fingerprint(recipe), base
-        self._every = recipe.checkpoint.every
+        self._every, self._keep = recipe.checkpoint.every, recipe.checkpoint.keep
         self._begun, self._spent = time.perf_counter(), 0.0
         self._memory: Record = {}
         self._useless: set[Path] = set()
 
     def due(self, round: int) -> bool:
         """Whether to save after this round: at a fixed interval, or whenever saving has taken little time so far."""
+        if self._stays(round):
+            return True
         if self._every:
             return round % self._every == 0
         return self._spent <= SHARE * (time.perf_counter() - self._begun)
+
+    def _stays(self, round: int) -> bool:
+        return bool(self._keep) and round % self._keep == 0
 
     def save(self, state: ServerState, memory: Memory | None, metrics: Record, accuracy: float | None) -> None:
         """Save everything that the run needs after a round; it is on disk when this returns."""
@@ -172,19 +178,20 @@ class Checkpoints:
         return kept
 
     def _keep_few(self) -> None:
-        """Remove all but the last two checkpoints and the best, and files that no manifest names.
+        """Remove all but the checkpoints to keep (see the class), and files that no manifest names.
 
         Checkpoints that this run cannot resume from do not count; they would displace the usable ones.
         """
-        manifests = {}
-        for path in {*_manifests(self._folder)} - self._useless:
+        found = {}
+        for path in {*manifests(self._folder)} - self._useless:
             with suppress(DamagedError):
                 if _well_formed(manifest := _read(path)):
-                    manifests[path] = manifest
-        scored = [path for path, m in manifests.items() if m.get("accuracy") is not None]
-        best = max(scored, key=lambda path: (manifests[path]["accuracy"], -manifests[path]["round"]), default=None)
-        few = {*sorted(manifests)[-2:], *([best] if best else [])}
-        named = {name for path in few for name in _files(manifests[path])} | {path.name for path in few}
+                    found[path] = manifest
+        scored = [path for path, m in found.items() if m.get("accuracy") is not None]
+        best = max(scored, key=lambda path: (found[path]["accuracy"], -found[path]["round"]), default=None)
+        stay = (path for path, manifest in found.items() if self._stays(manifest["round"]))
+        few = {*sorted(found)[-2:], *([best] if best else []), *stay}
+        named = {name for path in few for name in _files(found[path])} | {path.name for path in few}
         for path in self._folder.iterdir():
             if path.name not in named and _ours(path) and not path.is_dir():
                 path.unlink()
@@ -196,7 +203,7 @@ class Checkpoints:
 
         With `back_to`, only the checkpoint of that round is accepted.
         """
-        found = sorted(_manifests(self._folder), reverse=True)
+        found = sorted(manifests(self._folder), reverse=True)
         if back_to is not None:
             found = [path for path in found if int(path.stem) == back_to] or _no_such_round(found, back_to)
         doubtful: list[Checkpoint] = []
@@ -225,17 +232,23 @@ class Checkpoints:
         return None
 
     def _taken(self, checkpoint: Checkpoint) -> Checkpoint:
-        checkpoint.check_base(self._base)
+        if self._base is not None:
+            checkpoint.check_base(self._base)
         self._memory = checkpoint.manifest["memory"]
         return checkpoint
 
     def forget_after(self, round: int) -> None:
         """Remove the checkpoints after the round that the run has returned to, the newest first."""
         with written_to(self._folder, "make room, then `fedflat resume` the run"):
-            for path in sorted(_manifests(self._folder), reverse=True):
+            for path in sorted(manifests(self._folder), reverse=True):
                 if int(path.stem) > round and not path.is_dir():
                     path.unlink()
             sync_directory(self._folder)
+
+
+def checkpoint_rounds(directory: Path) -> list[int]:
+    """Return the rounds of a run that have a checkpoint, intact or not."""
+    return sorted(int(path.stem) for path in manifests(directory / "checkpoints"))
 
 
 def _no_such_round(found: list[Path], round: int) -> list[Path]:
@@ -276,7 +289,8 @@ def _rows_of_bundle(memory: Memory, clients: Iterable[int]) -> int:
     return max(1, BUNDLE // max(size, 1))
 
 
-def _manifests(folder: Path) -> list[Path]:
+def manifests(folder: Path) -> list[Path]:
+    """The manifests in a directory of checkpoints, in no order."""
     return [path for path in folder.glob("*.json") if MANIFEST.fullmatch(path.name)]
 
 

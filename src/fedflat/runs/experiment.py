@@ -14,13 +14,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F
 from torch import nn
 
 from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, nearest, printable
 from fedflat.federation import Federation
 from fedflat.local import Loss
 from fedflat.methods import Method, Part, Written, parse, spell
+from fedflat.models import own_output
 from fedflat.recipe import Recipe, validated
 from fedflat.rounds import (
     Engine,
@@ -38,11 +38,13 @@ from fedflat.rounds import (
     view,
 )
 from fedflat.runs.build import assemble, in_full, sharpness_portion, show, start_engine
-from fedflat.runs.checkpoint import Checkpoint, Checkpoints
-from fedflat.runs.folder import DAMAGED, Record, RunFolder
+from fedflat.runs.checkpoint import Checkpoints
+from fedflat.runs.folder import Record, RunFolder, parameters
 from fedflat.runs.lock import RunLock
+from fedflat.runs.rewind import recalled
 from fedflat.runs.signals import LastRound
 from fedflat.runs.trackers import Trackers, check_trackers
+from fedflat.tasks import Task, find_task
 
 Callback = Callable[[Record], None]
 StartEngine = Callable[[Problem, ServerState], Engine]
@@ -65,11 +67,16 @@ class Result:
     @property
     def accuracy(self) -> float:
         """The accuracy after the last evaluated round; NaN if labels are not classes."""
-        return self.curve("accuracy")[-1][1] if self.curve("accuracy") else math.nan
+        return self.last("accuracy")
+
+    def last(self, name: str | None = None) -> float:
+        """Return a metric after the last evaluated round, by default the one that tables follow; NaN without one."""
+        curve = self.curve(name or self.recipe.metric)
+        return curve[-1][1] if curve else math.nan
 
     @property
     def summary(self) -> Record:
-        return summary(self.history, self.recipe)
+        return summary(self.history, self.recipe) | parameters(self.model)
 
 
 def train(
@@ -77,7 +84,8 @@ def train(
     model: str | nn.Module = "mlp",
     method: Method | Part | Written = "fedavg",
     *,
-    loss: Loss = F.cross_entropy,
+    task: str | Task | None = None,
+    loss: Loss | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -89,7 +97,8 @@ def train(
         federation: the clients and their samples.
         model: the name or import path of a network, or a module, which stays unchanged.
         method: the method, or its name with options.
-        loss: the loss of logits and labels.
+        task: the name of a task or your own; by default that of the data set.
+        loss: a loss of outputs and labels that replaces the task's.
         out: the directory of the run; without it nothing is written.
         resume: whether to continue an interrupted run in `out`.
         callbacks: called with the record of each round.
@@ -114,7 +123,9 @@ def train(
     table["model"] = {**table.get("model", {}), "name": named}
     table["split"] = {"name": "given", "clients": federation.clients}
     recipe = validated(table)
-    problem = assemble(recipe, federation, model if isinstance(model, nn.Module) else None, parse(method), loss)
+    task = task if isinstance(task, Task) else find_task(task or federation.dataset.task)
+    task = task.with_loss(loss) if loss else task
+    problem = assemble(recipe, federation, model if isinstance(model, nn.Module) else None, parse(method), task)
     return execute(problem, Path(out) if out else None, callbacks, resume)
 
 
@@ -180,7 +191,7 @@ def execute(
                 state = now
                 _tell(record, history, callbacks)
         show(problem, state)
-        return Result(recipe, history, problem.network.module)
+        return Result(recipe, history, own_output(problem.network.module))
     completed = partial(in_full, federation=problem.federation, group=problem.group)
     with RunFolder(directory, recipe, resume, completed, lock, back_to) as folder, LastRound() as signals:
         state, history = _train_in(folder, problem, callbacks, signals, warn, start, back_to)
@@ -188,7 +199,7 @@ def execute(
         folder.finish(problem.network, {**summary(history, recipe), "rounds": state.round})
         if signals.came:  # in the last round: this run is complete, but others may be waiting
             raise StoppedError(f"stopped; the run in {directory} is complete", signals.came)
-    return Result(recipe, history, problem.network.module, directory)
+    return Result(recipe, history, own_output(problem.network.module), directory)
 
 
 def _train_in(
@@ -207,11 +218,13 @@ def _train_in(
     state = found.state(first_state(problem)) if found else first_state(problem)
     if back_to is not None:
         checkpoints.forget_after(back_to)
-    history = _recalled(folder, found, warn)
+    history = recalled(folder, found, warn)
     with closing(start(problem, state)) as engine, Trackers(recipe, folder.path, warn) as trackers:
         problem.network.put_away()  # the state holds the model until the last round
         if found and engine.memory:
             engine.memory.restore(found.memory())
+        if not found and recipe.checkpoint.keep:
+            checkpoints.save(state, engine.memory, folder.mark(), None)
         for record in history:
             trackers(record)
         for now, record in rounds(problem, state, engine, history):
@@ -220,26 +233,12 @@ def _train_in(
             _tell(record, history, [*callbacks, trackers])
             last = complete(recipe, state.round, history)
             if last or signals.came or checkpoints.due(state.round):
-                checkpoints.save(state, engine.memory, folder.mark(), record.get("accuracy"))
+                checkpoints.save(state, engine.memory, folder.mark(), record.get(recipe.metric))
             if signals.came and not last:
                 so_far = f"stopped after round {state.round} of {recipe.server.rounds}"
                 raise StoppedError(f"{so_far}; go on with: fedflat resume {folder.path}", signals.came)
         trackers.conclude(summary(history, recipe))
     return state, history
-
-
-def _recalled(folder: RunFolder, found: Checkpoint | None, warn: Callable[[str], None]) -> list[Record]:
-    """The records up to a checkpoint, or as many as are readable if the metrics are damaged."""
-    if found is None:
-        return folder.rewind({"bytes": 0})
-    if folder.agrees(found.manifest["metrics"]):
-        return folder.rewind(found.manifest["metrics"])
-    history = folder.salvage(found.round)
-    warn(
-        f"{folder.path / 'metrics.jsonl'}: is damaged, but the weights of round {found.round} are whole, so the run "
-        f"goes on from there; {found.round - len(history)} records could not be read, and the file is kept as {DAMAGED}"
-    )
-    return history
 
 
 def _tell(record: Record, history: list[Record], callbacks: Sequence[Callback]) -> None:
@@ -269,7 +268,7 @@ def rounds(
         evaluated = replace(state, weights=problem.method.evaluated(view(problem, state)))
         if last or (every and state.round % every == 0):
             score = engine.score(evaluated, recipe.evaluation.on, recipe.evaluation.batch)
-            record |= {"accuracy": _number(score.accuracy), "loss": _number(score.loss)}
+            record |= {name: _number(value) for name, value in score.values.items()} | {"loss": _number(score.loss)}
             if recipe.server.stop_loss is not None:
                 known = recipe.evaluation.on == "train"
                 score_on_train = score if known else engine.score(evaluated, "train", recipe.evaluation.batch)
@@ -346,21 +345,23 @@ def _number(value: float) -> float | None:
 
 
 def summary(history: Sequence[Record], recipe: Recipe) -> Record:
-    """Summarize a run in a few numbers; each name says which accuracy it is."""
-    accuracies = [(r["accuracy"], r["round"]) for r in history if r.get("accuracy") is not None]
+    """Summarize a run in a few numbers; each name says which value of which metric it is."""
+    metric = recipe.metric
+    found = [(r[metric], r["round"]) for r in history if r.get(metric) is not None]
     result: Record = {"method": recipe.method, "rounds": history[-1]["round"] if history else 0, "seed": recipe.seed}
-    if accuracies:
-        values = [accuracy for accuracy, _ in accuracies]
-        best = max(accuracies, key=lambda entry: (entry[0], -entry[1]))
+    if found:
+        values = [value for value, _ in found]
+        best = max(found, key=lambda entry: (recipe.rank(entry[0]), -entry[1]))
         result |= {
-            "accuracy_last": values[-1],
-            "accuracy_best": best[0],
-            "accuracy_best_round": best[1],
-            "accuracy_mean_of_last_10": sum(values[-10:]) / len(values[-10:]),
+            f"{metric}_last": values[-1],
+            f"{metric}_best": best[0],
+            f"{metric}_best_round": best[1],
+            f"{metric}_mean_of_last_10": sum(values[-10:]) / len(values[-10:]),
             "loss_last": next(r["loss"] for r in reversed(history) if "loss" in r),
         }
         if recipe.evaluation.target is not None:
-            reached = (round for accuracy, round in accuracies if accuracy >= recipe.evaluation.target)
+            goal = recipe.rank(recipe.evaluation.target)
+            reached = (round for value, round in found if recipe.rank(value) >= goal)
             result |= {"target": recipe.evaluation.target, "rounds_to_target": next(reached, None)}
     if recipe.server.stop_loss is not None:
         losses = [r["train_loss"] for r in history if "train_loss" in r]

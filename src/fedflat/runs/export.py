@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedflat.errors import RecipeError, RunError
 from fedflat.federation import Federation
-from fedflat.models import MODELS, source
+from fedflat.models import MODELS, is_adapted, merged, source
 from fedflat.recipe import Recipe
 from fedflat.rounds import Problem
 from fedflat.runs.build import load_run
@@ -114,7 +114,11 @@ def export(
         )
     problem = load_run(run, federation)
     recipe, signature, module = problem.recipe, Signature.of(problem), problem.network.module
-    files = {"model.safetensors": _safetensors(module, signature), "recipe.toml": _public(recipe).to_toml().encode()}
+    files = {"recipe.toml": _public(recipe).to_toml().encode()}
+    if is_adapted(module):
+        files["adapters.safetensors"] = _adapters(problem)
+        module = merged(module)
+    files["model.safetensors"] = _safetensors(module, signature)
     if recipe.model.name in MODELS:
         files["network.py"] = source(recipe.model.name).encode()
     if onnx:
@@ -141,12 +145,21 @@ def _public(recipe: Recipe) -> Recipe:
     data = recipe.data.model_copy(update={"dir": None})
     split = recipe.split.model_copy(update={"name": Path(recipe.split.name).name})  # the name may be a file's path
     engine = recipe.engine.model_copy(update={"address": None})
-    return recipe.model_copy(update={"data": data, "split": split, "engine": engine})
+    model = recipe.model.model_copy(update={"base": recipe.model.base and Path(recipe.model.base).name})
+    return recipe.model_copy(update={"data": data, "split": split, "engine": engine, "model": model})
 
 
 def _safetensors(module: nn.Module, signature: Signature) -> bytes:
     # A single key, because safetensors writes several keys in no fixed order, and equal models must give equal files.
     return bytes(safetensors_bytes(whole_model(module), {"fedflat": json.dumps(signature.table())}))
+
+
+def _adapters(problem: Problem) -> bytes:
+    """The trained tensors alone, with the digest of the frozen ones that they belong to."""
+    network, lora = problem.network, problem.recipe.model.lora
+    tensors = {name: tensor.contiguous() for name, tensor in network.layout.views(network.weights).items()}
+    facts = {"base_sha256": network.base_digest, "lora": lora.options() if lora else None}
+    return bytes(safetensors_bytes(tensors, {"fedflat": json.dumps(facts)}))
 
 
 def onnx_bytes(network: nn.Module, signature: Signature) -> bytes:

@@ -25,12 +25,12 @@ from fedflat.errors import RecipeError, RunError
 from fedflat.models import Network
 from fedflat.recipe import Recipe, parsed, read_text, validated
 from fedflat.runs.lock import RunLock
+from fedflat.runs.record import read_record
 
 Record = dict[str, Any]
 WHOLE = ("recipe.toml", "model.safetensors", "summary.json")
 GO_ON = "make room, then `fedflat resume` it"
 DAMAGED = "metrics.damaged.jsonl"
-NUMBERS = ("round", "bytes_down", "bytes_up", "seconds")  # fields of every record
 
 
 class RunFolder:
@@ -144,7 +144,7 @@ class RunFolder:
         content = read_whole(self.path / "metrics.jsonl")
         lines = dict[int, bytes]()
         for line in content.splitlines():
-            record = _record(line)
+            record = read_record(line)
             if record and record["round"] <= round:
                 lines.setdefault(record["round"], line)
         kept = b"".join(lines[at] + b"\n" for at in sorted(lines))
@@ -172,10 +172,16 @@ class RunFolder:
         versions = {"fedflat": version("fedflat"), "torch": torch.__version__, "python": platform.python_version()}
         digest = hashlib.sha256(blob).hexdigest()
         digests = {"model_sha256": digest, "base_sha256": network.base_digest}
-        text = json.dumps({**summary, **digests, "versions": versions}, indent=2)
+        text = json.dumps({**summary, **parameters(network.module), **digests, "versions": versions}, indent=2)
         with written_to(self.path, GO_ON):
             write_whole(self.path / "model.safetensors", blob)
             write_whole(self.path / "summary.json", text.encode() + b"\n")
+
+
+def parameters(module: nn.Module) -> Record:
+    """Return how many parameters a module has, and how many of them are trained."""
+    sizes = [(each.numel(), each.requires_grad) for each in module.parameters()]
+    return {"parameters_trained": sum(n for n, trained in sizes if trained), "parameters": sum(n for n, _ in sizes)}
 
 
 def whole_model(module: nn.Module) -> dict[str, Tensor]:
@@ -200,16 +206,6 @@ def written_to(path: Path, advice: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror}); {advice}") from None
-
-
-def _record(line: bytes) -> Record | None:
-    """Parse the record of a round from a line; None if invalid."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    whole = isinstance(record, dict) and all(type(record.get(name)) in (int, float) for name in NUMBERS)
-    return record if whole and isinstance(record["round"], int) and record["round"] > 0 else None
 
 
 def private_directory(path: Path) -> None:
@@ -244,6 +240,7 @@ def refuse_other(path: Path, recipe: Recipe, begun: Recipe, back_to: int | None 
 def refuse_other_base(path: Path, recorded: str, base: str) -> None:
     """Refuse to continue on another base, by comparing the digests of the frozen weights."""
     if recorded != base:
+        recorded = recorded if isinstance(recorded, str) else "of no known form"
         was, now = (f"the base {digest[:12]}…" if digest else "no frozen weights" for digest in (recorded, base))
         raise RunError(
             f"{path}: was trained on {was}, and this model has {now}; "

@@ -269,9 +269,11 @@ class Adaptation:
         return [Personal(client, mark, samples, tested, before, after[mark]) for mark in walk.marks]
 
     def _accuracy(self, client: int, module: nn.Module) -> float:
-        shard, classes = self.exam.shards[client], self.exam.dataset.classes
+        shard = self.exam.shards[client]
         parts = (self.exam.batch(shard[start:stop], None) for start, stop in chunks(len(shard), CHUNK))
-        return reduce(add, (score(module, *part, self.walk.problem.loss, classes) for part in parts)).accuracy
+        problem = self.walk.problem
+        total = reduce(add, (score(module, *part, problem.task) for part in parts))
+        return total.values[problem.task.metric(problem.recipe.evaluation.metric).name]
 
 
 def summary(results: Iterable[Personal]) -> list[dict[str, Any]]:

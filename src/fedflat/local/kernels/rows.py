@@ -77,11 +77,11 @@ def can_share(network: Network, rules: Sequence[LocalRule], loss: Loss, labels: 
 def train_together(
     network: Network, start: Tensor, rules: Sequence[LocalRule], batches: Iterable[RowBatch]
 ) -> list[Outcome]:
-    """Train several clients from `start` with the cross-entropy, one step of all clients at a time.
+    """Train several clients from their `start` with the cross-entropy, one step of all clients at a time.
 
     Args:
         network: the network that all clients share.
-        start: the initial weights of all clients.
+        start: the initial weights, one vector for all clients or a row for each.
         rules: the rule of each client; `can_share` must be true for them.
         batches: inputs, labels and sample weights of every step, with the client as the first dimension.
 
@@ -89,7 +89,8 @@ def train_together(
         One outcome per client, in the order of `rules`.
     """
     network.module.train()
-    rule, weights = _stacked(rules), start.repeat(len(rules), 1)
+    rule, starts = _stacked(rules), start.expand(len(rules), -1)
+    weights = starts.clone(memory_format=torch.contiguous_format)
     velocity = torch.zeros_like(weights) if rule.momentum else None
     carry, losses, looks = dict(rule.carry), weights.new_zeros(len(rules)), weights.new_zeros(len(rules))
     slope, update = RowSlope(network, weights), FusedUpdate(network, rule)
@@ -110,7 +111,7 @@ def train_together(
             looks += 1.0 if slope.done is None else (~slope.done).to(looks)
     return [
         Outcome(
-            weights[i] - start,
+            weights[i] - starts[i],
             float(losses[i] / looks[i]),
             r,
             {n: v[i] for n, v in carry.items()},

@@ -1,12 +1,15 @@
 """The parts: one class for each idea of the papers. A method is a chain of parts."""
 
 from fedflat.methods.parts.ascent import AdaptiveAscent, Ascent, InterpolatedAscent, LookbackAscent
+from fedflat.methods.parts.carried_descent import CarriedAdamW, CarriedMuon
+from fedflat.methods.parts.compression import TopK
 from fedflat.methods.parts.consensus import ConsensusAscent, PrintedConsensus
 from fedflat.methods.parts.descent import LocalAdamW, LocalMuon
-from fedflat.methods.parts.local_work import FallingRate, FrozenHead, MetaStep
+from fedflat.methods.parts.local_work import FallingRate, FrozenHead, MetaStep, RelaxedStart
+from fedflat.methods.parts.low_rank import ProductAverage
 from fedflat.methods.parts.protection import CentralPrivacy, LocalPrivacy, Privacy
 from fedflat.methods.parts.proximal import AblatedAscent, ProximalAscent
-from fedflat.methods.parts.pulls import ClientMomentum, ControlVariates, DynamicDual, Proximal
+from fedflat.methods.parts.pulls import ClientMomentum, ControlVariates, DynamicDual, MomentumControls, Proximal
 from fedflat.methods.parts.robust import (
     Bucketing,
     CentredClipping,
@@ -19,6 +22,7 @@ from fedflat.methods.parts.server_step import (
     ActiveModel,
     AdaptiveServer,
     AllModels,
+    Extrapolation,
     NormalisedAveraging,
     ServerAscent,
     ServerMomentum,
@@ -33,6 +37,7 @@ from fedflat.methods.parts.terms import (
     NotTrueDistillation,
     TopEigenvalue,
 )
+from fedflat.methods.parts.weighted_momentum import WeightedMomentum
 
 __all__ = [
     "AblatedAscent",
@@ -43,6 +48,8 @@ __all__ = [
     "AllModels",
     "Ascent",
     "Bucketing",
+    "CarriedAdamW",
+    "CarriedMuon",
     "CentralPrivacy",
     "CentredClipping",
     "ClientMomentum",
@@ -50,6 +57,7 @@ __all__ = [
     "ControlVariates",
     "Distillation",
     "DynamicDual",
+    "Extrapolation",
     "FallingRate",
     "FrozenHead",
     "GeometricMedian",
@@ -61,18 +69,23 @@ __all__ = [
     "LookbackAscent",
     "MetaStep",
     "ModelContrast",
+    "MomentumControls",
     "MovingTeacher",
     "NormBound",
     "NormalisedAveraging",
     "NotTrueDistillation",
     "PrintedConsensus",
     "Privacy",
+    "ProductAverage",
     "Proximal",
     "ProximalAscent",
+    "RelaxedStart",
     "ServerAscent",
     "ServerMomentum",
     "ServerStep",
     "TopEigenvalue",
+    "TopK",
     "TrimmedMean",
     "WeightAveraging",
+    "WeightedMomentum",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,10 +40,14 @@ class LocalAdamW(Part):
         return {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights)}
 
     def __call__(self, g: Tensor, weights: Tensor, memory: Vectors, layout: Layout, k: int) -> tuple[Tensor, Vectors]:
+        return self.direction(g, memory, k + 1, k + 1)
+
+    def direction(self, g: Tensor, memory: Vectors, k: int, t: int) -> tuple[Tensor, Vectors]:
+        """Return m̂/(√v̂ + ε) and the new moments, if m began k steps ago and v began t steps ago."""
         mean = torch.lerp(memory["mean"], g, 1 - self.beta1)
         square = self.beta2 * memory["square"] + (1 - self.beta2) * g * g
-        spread = (square / (1 - self.beta2 ** (k + 1))).sqrt_().add_(self.eps)
-        return mean / (1 - self.beta1 ** (k + 1)) / spread, {"mean": mean, "square": square}
+        spread = (square / (1 - self.beta2**t)).sqrt_().add_(self.eps)
+        return mean / (1 - self.beta1**k) / spread, {"mean": mean, "square": square}
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,10 @@ class LocalMuon(Part):
     orthogonal(·) brings all singular values close to 1 by Newton–Schulz iterations. Convolution kernels are treated as
     matrices with one row per output. Biases and norms use AdamW with the same η.
 
-    Deviations: the iteration runs in the precision of the weights, whereas torch.optim.Muon uses bfloat16. Embeddings
-    and the head are treated as matrices too.
+    Deviations: the iteration runs in the precision of the weights, whereas torch.optim.Muon uses bfloat16; otherwise
+    they agree. torch's B is the mean (1 − μ) B, whose length orthogonal(·) ignores. Embeddings and the head are treated
+    as matrices too.
     """
-
-    nesterov: ClassVar[bool] = True
 
     momentum: float = option(0.95, "momentum μ", low=0, high=1)
     steps: int = option(5, "Newton–Schulz iterations", low=1)
@@ -80,12 +82,15 @@ class LocalMuon(Part):
 
     def __call__(self, g: Tensor, weights: Tensor, memory: Vectors, layout: Layout, k: int) -> tuple[Tensor, Vectors]:
         buffer = self.momentum * memory["buffer"] + g
-        ahead = g + self.momentum * buffer
-        direction, rest = self._rest(g, weights, memory, layout, k)
+        return self.direction(g, g + self.momentum * buffer, {**memory, "buffer": buffer}, layout, k)
+
+    def direction(self, g: Tensor, ahead: Tensor, memory: Vectors, layout: Layout, k: int) -> tuple[Tensor, Vectors]:
+        """Return orthogonal(`ahead`) for the matrices and AdamW's direction for the rest, and the new state."""
+        direction, rest = self._rest.direction(g, memory, k + 1, k + 1)
         for name, tensor in layout.views(ahead).items():
             if tensor.dim() >= 2:
                 direction[layout.slices[name]] = orthogonal(tensor.flatten(1), self.steps).flatten()
-        return direction, {"buffer": buffer, **rest}
+        return direction, {**memory, **rest}
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
@@ -96,7 +101,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
     a, b, c = NEWTON_SCHULZ
     rows, columns = matrix.shape
     x = matrix.t() if rows > columns else matrix
-    x = x / (x.norm() + 1e-7)
+    x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.t()
         x = a * x + (b * gram + c * gram @ gram) @ x

@@ -1,4 +1,4 @@
-"""Parts that change local training: the learning rate within a round, frozen weights, and meta steps."""
+"""Parts that change local training: its start, the learning rate within a round, frozen weights, and meta steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,38 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedflat.local import LocalRule, Slope, Vectors, corrected
+from fedflat.local import LocalRule, Outcome, Slope, Vectors, corrected
 from fedflat.methods.part import Part, option
+from fedflat.methods.uploads import Upload
 
 Pairs = Literal["cycle", "once"]
+
+
+@dataclass(frozen=True)
+class RelaxedStart(Part):
+    """Start each client beyond the global model, away from its last local one (FedInit):
+
+        client:  starts at  wᵗ + β (wᵗ − wᵢ),      wᵢ = its model at the end of its last round, w⁰ before the first
+        server:  w ← w + mean_S Δᵢ,                Δᵢ measured from the client's own start
+
+    For the other parts of a method, the client's start takes the place of the weights that it received, as in the
+    authors' FL-Simulator: it is the anchor of FedProx and FedDyn and the reference of a distillation.
+
+    Deviations: only the abstract of the paper was available; the equations are those of the authors' simulator
+    (`use_RI`). There FedDyn and FedSpeed average the clients' models instead of wᵗ + Δᵢ, so their sums with this part
+    differ. Consistency and `evaluation.model = "active"` take wᵗ + Δᵢ as the client's model, too.
+    """
+
+    beta: float = option(0.1, "how far β beyond the global model", low=0)
+
+    def first_memory(self, initial: Tensor) -> Vectors:
+        return {"last": initial.clone()}
+
+    def begin(self, sent: Vectors, memory: Vectors) -> Tensor | None:
+        return torch.lerp(sent["weights"], memory["last"], -self.beta) if self.beta else None
+
+    def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
+        return upload, {"last": sent["weights"] + outcome.delta}
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,11 @@ class LocalPrivacy(Privacy):
     parts. The average and the server's step are those of the method. With `entropy = "recipe"` anyone who knows the
     seed, including the server, can remove the noise, so use it only in simulations.
 
+    ε is that of a client's uploads towards the server, which sees each of them. In DP-FedSAM a client's noise has the
+    variance σ² C²/n for n clients in a round: z = σ/√n, 0.13 for its σ = 0.95 and n = 50. Its ε is that of the sum over
+    the round, which is all that a secure aggregation would show; the one reported here is much larger. The released
+    code of DP-FedSAM clips each tensor by itself, and its SAM is adaptive; here C bounds the whole update.
+
     Deviations: the paper clips the client's weights, and its server adds more noise before it broadcasts. Here the
     update is clipped, and no processing of noisy uploads on the server can weaken their privacy.
     """

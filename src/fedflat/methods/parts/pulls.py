@@ -136,6 +136,37 @@ class ControlVariates(Part):
 
 
 @dataclass(frozen=True)
+class MomentumControls(ControlVariates):
+    """SCAFFOLD's correction with a moving average of the clients' controls as c (FedMoSWA's momentum):
+
+        client:  g = ∇fᵢ(w) − cᵢ + c,      cᵢ⁺ = cᵢ − c − Δᵢ/(K η),      upload cᵢ⁺ − c
+        server:  c ← c + γ mean_S (cᵢ⁺ − c)
+
+    With γ = 1 and all clients in every round this is SCAFFOLD.
+
+    Deviations: of the paper only the abstract was available; the equations are those of the released code. It sets c to
+    mean_S cᵢ⁺ in the first round, and what it runs under the name of FedMoSWA has neither FedSWA's falling rate nor its
+    longer server step, which are the paper's. K η is the sum of the η_k of the falling rate.
+    """
+
+    gamma: float = option(0.4, "share γ of the new controls in c", low=0, high=1)
+
+    def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
+        upload, kept = super().report(upload, sent, memory, outcome)
+        return upload.update(control_change=kept["control"] - sent["controls"]), kept
+
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        change = uploads.sum("control_change") / len(uploads)
+        return move, {"controls": torch.add(server["controls"], change, alpha=self.gamma)}
+
+
+def mean_gradient(uploads: Uploads) -> Tensor:
+    """Return −Σ pᵢ Δᵢ/(Kᵢ ηᵢ): what the clients subtracted in a step, on average."""
+    weights = [-weight / pace for weight, pace in zip(uploads.weights, uploads.paces, strict=True)]
+    return uploads.sum("delta", weights)
+
+
+@dataclass(frozen=True)
 class ClientMomentum(Part):
     """Mix the last global move into every local step (FedCM, and MoFedSAM with an ascent):
 
@@ -171,5 +202,4 @@ class ClientMomentum(Part):
         return (replace(upload, lr=rule.mean_lr * effective / rule.steps) if self.momentum_aware else upload), {}
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
-        weights = [-weight / pace for weight, pace in zip(uploads.weights, uploads.paces, strict=True)]
-        return move, {"direction": uploads.sum("delta", weights)}
+        return move, {"direction": mean_gradient(uploads)}

@@ -97,6 +97,40 @@ class ServerStep(Part):
 
 
 @dataclass(frozen=True)
+class Extrapolation(Part):
+    """Lengthen the server's step by as much as the clients disagree (FedExP):
+
+        w ← w + η_g Δ̄,      η_g = max( 1, Σ pᵢ ‖Δᵢ‖² / (2 (‖Δ̄‖² + ε)) )
+
+    pᵢ are the weights of the average, 1/n in the paper. The norms are those of the uploads; the factor multiplies the
+    move of the method, whatever other parts have made of Δ̄. The paper evaluates the mean of the last two iterates,
+    because they oscillate (`average`); training continues from w.
+
+    Deviations: the released code multiplies ε by the number of clients and by the square of the learning rate's decay
+    in every round. This part implements the paper's formula.
+    """
+
+    stage = "server"
+    sees = "each"
+
+    eps: float = option(1e-3, "ε beside ‖Δ̄‖²", low=0, open_low=True)
+    average: bool = option(True, "evaluate the mean of the last two iterates")
+
+    def first_state(self, weights: Tensor) -> Vectors:
+        return {"before": weights.clone()} if self.average else {}
+
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        spread = sum(weight * upload.norm**2 for weight, upload in zip(uploads.weights, uploads, strict=True))
+        factor = max(1.0, spread / (2 * (float(uploads.average("delta").square().sum()) + self.eps)))
+        return factor * move, {"before": server.weights} if self.average else {}
+
+    def evaluated(self, server: ServerView) -> Tensor | None:
+        if not self.average:
+            return None
+        return (server.weights + server["before"]) / 2 if server.round > 1 else server.weights
+
+
+@dataclass(frozen=True)
 class ServerAscent(Part):
     """Sharpness-aware steps on the server without additional communication (FedGloSS):
 

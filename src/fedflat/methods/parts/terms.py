@@ -140,7 +140,9 @@ class MovingTeacher(Part):
         client:  + γ τ² KL( softmax(z_T/τ) ‖ softmax(z/τ) ),      z_T = the teacher's logits, the mean over the batch
         server:  teacher ← α · teacher + (1 − α) · w,             with the new w; it starts at the initial weights
 
-    Deviations: none.
+    Deviations: none from the authors' code, whose recorded runs this part repeats. Of the paper only the abstract and a
+    summary by others were available. There the server adds the mean of the duals of the round's clients; the code, and
+    `fedgmt`, add that of all clients.
     """
 
     stage = "evaluation"

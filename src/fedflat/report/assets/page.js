@@ -5,6 +5,7 @@ const touch = matchMedia("(pointer: coarse)").matches;
 const root = document.documentElement;
 
 // Start with maps on touch screens, where dragging should scroll and not rotate a surface, and without WebGL.
+let eye = null; // the camera of all surfaces, once one of them was turned
 let form = touch || !document.createElement("canvas").getContext("webgl") ? "map" : "surface";
 
 function colours() {
@@ -29,16 +30,23 @@ function themed(layout) {
   if (layout.scene) {
     const wall = { gridcolor: grid, zerolinecolor: grid, color: ink, backgroundcolor: clear, showbackground: false };
     const { xaxis, yaxis, zaxis } = layout.scene;
-    result.scene = { ...layout.scene, dragmode: "turntable", xaxis: { ...wall, ...xaxis }, yaxis: { ...wall, ...yaxis }, zaxis: { ...wall, ...zaxis } };
+    result.scene = { ...layout.scene, ...(eye && { camera: eye }), dragmode: "turntable", xaxis: { ...wall, ...xaxis }, yaxis: { ...wall, ...yaxis }, zaxis: { ...wall, ...zaxis } };
   }
   return result;
 }
 
-/** The data and layout to draw: the chosen form of a landscape, and only the lines that are switched on. */
-function shown(figure) {
-  const chosen = figure.forms ? figure.forms[form] : {};
-  const data = figure.data.map((trace) => ({ ...trace, ...chosen.trace, visible: trace.meta === undefined || on(trace.meta) }));
-  return [data, themed(chosen.layout ?? figure.layout), { responsive: true, displayModeBar: false }];
+/** The heights of a landscape at a round: those of its last frame up to that round, else of its first. */
+function heights(figure, round) {
+  const frame = figure.frames.findLast((each) => each.round <= round) ?? figure.frames[0];
+  const told = (height) => (height === null ? "" : Number((figure.logarithmic ? 10 ** height : height).toPrecision(4)));
+  return { z: frame.z, text: frame.z.map((row) => row.map(told)) };
+}
+
+/** The data and layout to draw: the chosen form and round of a landscape, and only the lines that are switched on. */
+function shown(figure, round) {
+  const chosen = figure.forms ? { ...figure.forms[form].trace, ...heights(figure, round ?? Infinity) } : {};
+  const data = figure.data.map((trace) => ({ ...trace, ...chosen, visible: trace.meta === undefined || on(trace.meta) }));
+  return [data, themed(figure.forms?.[form].layout ?? figure.layout), { responsive: true, displayModeBar: false }];
 }
 
 const boxes = [...document.querySelectorAll("[data-switch]")];
@@ -74,6 +82,7 @@ formButton?.setAttribute("aria-pressed", String(form === "map"));
 /** Keeps the cameras of all surfaces in sync. */
 let turning = false;
 function turn(camera, from) {
+  eye = camera;
   if (turning) return;
   turning = true;
   const others = surfaces.filter((canvas) => canvas !== from && visible(canvas));
@@ -82,7 +91,7 @@ function turn(camera, from) {
 
 async function draw(canvas) {
   const figure = figures[canvas.dataset.figure];
-  await Plotly.react(canvas, ...shown(figure));
+  await Plotly.react(canvas, ...shown(figure, canvas.round));
   if (figure.forms && form === "surface" && !canvas.linked) {
     canvas.linked = true;
     canvas.on("plotly_relayout", (change) => { if (change["scene.camera"]) turn(change["scene.camera"], canvas); });
@@ -103,6 +112,38 @@ surfaces.forEach((canvas) => canvas.addEventListener("keydown", (event) => {
   const eye = { x: far * Math.cos(height) * Math.cos(side), y: far * Math.cos(height) * Math.sin(side), z: far * Math.sin(height) };
   Plotly.relayout(canvas, { "scene.camera": { ...camera, eye } });
 }));
+
+/** The slider and the button of a film show the same round in all of its plots. */
+document.querySelectorAll(".film").forEach((film) => {
+  const [slider, told, play] = ["input", "output", ".play"].map((name) => film.querySelector(name));
+  const rounds = JSON.parse(slider.dataset.rounds);
+  const plots = [...film.querySelectorAll(".canvas")];
+  let clock = null;
+  function show() {
+    told.textContent = rounds[slider.value];
+    slider.setAttribute("aria-valuetext", `round ${rounds[slider.value]}`);
+    return Promise.all(plots.map((canvas) => {
+      canvas.round = rounds[slider.value];
+      const { z, text } = heights(figures[canvas.dataset.figure], canvas.round);
+      return visible(canvas) && canvas.data ? Plotly.restyle(canvas, { z: [z], text: [text] }) : null;
+    }));
+  }
+  function stop() { clearTimeout(clock); clock = null; play.textContent = "Play"; }
+  async function step() {
+    await show();
+    if (clock === null) return;
+    if (Number(slider.value) === rounds.length - 1) stop();
+    else clock = setTimeout(() => { slider.value = Number(slider.value) + 1; step(); }, 700);
+  }
+  slider.addEventListener("input", () => { stop(); show(); });
+  play.addEventListener("click", () => {
+    if (clock !== null) return stop();
+    if (Number(slider.value) === rounds.length - 1) slider.value = 0;
+    clock = 0;
+    play.textContent = "Pause";
+    step();
+  });
+});
 
 document.querySelectorAll(".copy").forEach((button) => button.addEventListener("click", () => {
   const text = button.nextElementSibling;

@@ -1,0 +1,10 @@
+"""Cases for benchmarks/fuzz.py and tests/test_fuzz.py: messages and files, spoilt by chance."""
+
+from fuzzing.files import FILES
+from fuzzing.judge import Verdict, judged
+from fuzzing.targets import Target
+from fuzzing.wire import WIRE
+
+TARGETS: dict[str, type[Target]] = {**WIRE, **FILES}
+
+__all__ = ["TARGETS", "Target", "Verdict", "judged"]

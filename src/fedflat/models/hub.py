@@ -1,0 +1,158 @@
+"""Language models of `transformers`, from a configuration or a local folder; nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedflat.errors import RecipeError
+from fedflat.models.networks import Shape
+
+
+def transformers(
+    shape: Shape,
+    classes: int,
+    vocabulary: int,
+    per_token: bool = False,
+    config: Mapping[str, Any] | None = None,
+    folder: str | None = None,
+) -> nn.Module:
+    """A model of the `transformers` library: one that predicts every next token, or a classifier of texts.
+
+    It is built from a configuration, with random weights, or from a folder in the hub's format with config.json and
+    model.safetensors. A name of the hub is refused: nothing is downloaded. Code in a folder is never run, and weights
+    are read from safetensors alone. A classifier from a folder whose head has another number of classes gets a new
+    head, as the library does.
+
+    Args:
+        shape: shape of a sample: the number of tokens.
+        classes: number of outputs.
+        vocabulary: number of tokens.
+        per_token: whether every token has an output.
+        config: `model_type` ("gpt2", "bert" …) and the fields of its configuration; the vocabulary follows from the
+            data.
+        folder: a local folder.
+
+    Raises:
+        RecipeError: the library is not installed, or the model cannot be built.
+    """
+    if not find_spec("transformers"):
+        raise RecipeError("model transformers needs one more package: pip install 'fedflat[transformers]'")
+    if (config is None) == (folder is None):
+        raise RecipeError("model transformers: give it either a config or a folder")
+    if not vocabulary:
+        raise RecipeError("model transformers: takes token ids, and this data set has none")
+    with _quiet():
+        settings = _from_folder(folder, vocabulary) if folder else _from_config(config or {}, vocabulary, per_token)
+    _refuse_short(settings, shape)
+    settings.num_labels = classes
+    return _built(settings, folder, per_token)
+
+
+def _from_config(config: Mapping[str, Any], vocabulary: int, per_token: bool) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    fields = dict(config)
+    kind = str(fields.pop("model_type", ""))
+    if kind not in CONFIG_MAPPING:
+        raise RecipeError(f"model.config.model_type = {kind!r}: is none of transformers' own (such as gpt2 or bert)")
+    # A classifier like GPT-2 finds a text's last token by the padding after it, which therefore is a token of its own.
+    own = {} if per_token else {"pad_token_id": vocabulary}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    fields = {"vocab_size": vocabulary + len(own), **ends, **own, **fields}
+    if int(fields["vocab_size"]) < vocabulary:
+        raise RecipeError(f"model.config.vocab_size = {fields['vocab_size']}: the data has {vocabulary} tokens")
+    try:
+        return _prepared(CONFIG_MAPPING[kind](**fields))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise RecipeError(f"model.config: {_first_line(error)}") from None
+
+
+def _from_folder(folder: str, vocabulary: int) -> Any:
+    from transformers import AutoConfig
+
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise RecipeError(
+            f"model.folder = {folder!r}: is not a local folder with a config.json; nothing is downloaded, so get the "
+            "model first (`hf download NAME --local-dir FOLDER`)"
+        )
+    if not any(path.glob("*.safetensors")):
+        raise RecipeError(f"model.folder = {folder!r}: holds no .safetensors, and other formats are not read")
+    try:
+        settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError(f"model.folder = {folder!r}: its config.json cannot be read ({_first_line(error)})") from None
+    if settings.vocab_size < vocabulary:
+        raise RecipeError(
+            f"model.folder = {folder!r}: knows {settings.vocab_size} tokens, and the data has {vocabulary}; "
+            "tokenise the data with the folder's tokenizer.json"
+        )
+    return _prepared(settings)
+
+
+def _prepared(settings: Any) -> Any:
+    # Derivatives of derivatives exist for the plain attention alone, and a training step has no use for a cache.
+    settings._attn_implementation = "eager"
+    settings.use_cache = False
+    if getattr(settings, "pad_token_id", None) is None:
+        settings.pad_token_id = getattr(settings, "eos_token_id", None) or 0
+    return settings
+
+
+def _refuse_short(settings: Any, shape: Shape) -> None:
+    most = getattr(settings, "max_position_embeddings", None)
+    if len(shape) != 1 or (most is not None and shape[0] > most):
+        raise RecipeError(f"model transformers: reads up to {most} tokens, and a sample has the shape {tuple(shape)}")
+
+
+def _built(settings: Any, folder: str | None, per_token: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind: Any = AutoModelForCausalLM if per_token else AutoModelForSequenceClassification
+    try:
+        with _quiet():
+            if folder is None:
+                module = kind.from_config(settings, trust_remote_code=False)
+            else:
+                module = kind.from_pretrained(
+                    Path(folder),
+                    config=settings,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    dtype=torch.float32,
+                    ignore_mismatched_sizes=True,
+                )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        source = "model.config" if folder is None else f"model.folder = {folder!r}"
+        raise RecipeError(f"{source}: the model cannot be built ({_first_line(error)})") from None
+    built: nn.Module = module
+    return built
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress the library's bars and remarks about new heads."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,56 @@
+"""Modules of `transformers` and `peft`: they get a mask beside their tokens and return an object with their logits.
+
+Two hooks translate on the way in and out, so that every caller sees an ordinary module from a tensor to a tensor:
+training, evaluation, derivatives, hooks and export.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedflat.tokens import is_tokens
+
+PACKAGES = ("transformers", "peft")
+
+
+def plain_output(module: nn.Module) -> nn.Module:
+    """Let a module of these packages map tokens, with their padding, to logits; return the module.
+
+    Other modules stay as they are. `own_output` removes the hooks.
+    """
+    if any(kind.__module__.partition(".")[0] in PACKAGES for kind in type(module).__mro__):
+        if _masked not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_masked, with_kwargs=True)
+        take_logits(module)
+    return module
+
+
+def take_logits(module: nn.Module) -> None:
+    """Let a module return the logits of what it returns."""
+    if _logits not in module._forward_hooks.values():
+        module.register_forward_hook(_logits)
+
+
+def own_output(module: nn.Module) -> nn.Module:
+    """Let a module take and return again what its class does; return the module."""
+    for key in [key for key, hook in module._forward_hooks.items() if hook is _logits]:
+        del module._forward_hooks[key]
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _masked]:
+        del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+    return module
+
+
+def _masked(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Give tokens with their mask, which our padding carries in itself."""
+    if named or len(arguments) != 1 or not isinstance(arguments[0], Tensor) or not is_tokens(arguments[0]):
+        return None
+    tokens, padding = arguments[0].long(), getattr(getattr(module, "config", None), "pad_token_id", None) or 0
+    there = tokens >= 0
+    return (), {"input_ids": torch.where(there, tokens, padding), "attention_mask": there.long()}
+
+
+def _logits(module: nn.Module, arguments: Any, output: Any) -> Any:
+    return getattr(output, "logits", output)

@@ -1,0 +1,169 @@
+"""Tasks: which loss is minimised, by which metrics a model is judged, and what its outputs mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedflat.errors import RecipeError, nearest
+from fedflat.tasks.scoring import (
+    Accuracy,
+    MeanAveragePrecision,
+    Metric,
+    Perplexity,
+    RSquared,
+    SquaredError,
+)
+from fedflat.tokens import IGNORED
+from fedflat.trusted import named_class
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Output = Literal["classes", "tokens", "values", "labels"]
+# Fields of a round's record that a metric's name must not hide.
+TAKEN = {"round", "loss", "local_loss", "train_loss", "cohort", "bytes_down", "bytes_up", "notes", "refused", "skipped",
+         "seconds", "lambda1", "epsilon", "class_accuracy", "name", "method", "seed"}  # fmt: skip
+GIVEN = "given"  # the name of a task that was made in Python and that no recipe can name
+
+
+@dataclass(frozen=True)
+class Task:
+    """A loss, the metrics of its models, and the kind of its outputs.
+
+    For your own task in a recipe (`task = "package.module:Name"`), derive a class that sets the three:
+
+        class Median(Task):
+            def __init__(self) -> None:
+                super().__init__(F.l1_loss, (MeanAbsoluteError,), "values")
+
+    Args:
+        loss: maps outputs and labels of a batch to the mean loss over its samples. A loss that averages over something
+            else, such as tokens, has a method `counted(labels)` that returns how many there are in a batch.
+        metrics: subclasses of `Metric`. Tables, targets and checkpoints follow the first one by default.
+        output: what an output is: "classes" the logits of one class, "tokens" those of a class for every token,
+            "values" numbers, "labels" the logits of several labels that are each present or not.
+    """
+
+    loss: Loss
+    metrics: tuple[type[Metric], ...] = (Accuracy,)
+    output: Output = "classes"
+
+    def __post_init__(self) -> None:
+        names = [metric.name for metric in self.metrics]
+        if not names:
+            raise RecipeError("task: it needs at least one metric")
+        for name in names:
+            if not name.isidentifier() or name in TAKEN or names.count(name) > 1:
+                raise RecipeError(f"task: {name!r} cannot be the name of a metric; take a word of its own")
+
+    @property
+    def name(self) -> str:
+        """The name by which a recipe finds the task again."""
+        for name, task in TASKS.items():
+            if self == task:
+                return name
+        path = f"{type(self).__module__}:{type(self).__qualname__}"
+        return GIVEN if type(self) is Task else path
+
+    def with_loss(self, loss: Loss) -> Task:
+        """Return the task with another loss."""
+        return Task(loss, self.metrics, self.output)
+
+    def metric(self, name: str | None = None) -> type[Metric]:
+        """Return the metric of this name, or the first one.
+
+        Raises:
+            RecipeError: the task has no such metric.
+        """
+        known = {metric.name: metric for metric in self.metrics}
+        if name is not None and name not in known:
+            raise RecipeError(
+                f"evaluation.metric = {name!r}: the task {self.name} does not have it; {nearest(name, known)}"
+            )
+        return self.metrics[0] if name is None else known[name]
+
+    def check(self, dataset: str, labels: Tensor) -> None:
+        """Check that labels are of the task's kind.
+
+        Raises:
+            RecipeError: they are not; the message names the data set.
+        """
+        floating, each = labels.is_floating_point(), labels.ndim
+        wrong = {
+            "classes": not floating and each != 1,
+            "tokens": floating or each != 2,
+            "values": not floating,
+            "labels": not floating or each != 2 or bool((labels.min() < 0) | (labels.max() > 1)),
+        }[self.output]
+        if wrong:
+            raise RecipeError(f"task = {self.name!r}: needs {NEEDED[self.output]}, which {dataset} does not have")
+
+
+NEEDED = {
+    "classes": "one class for each sample",
+    "tokens": "a row of classes for each sample, one for every token",
+    "values": "floating targets",
+    "labels": "floating targets of 0 and 1, a row for each sample",
+}
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The mean cross-entropy over the tokens of a batch that count, for logits (N, T, V) and labels (N, T)."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, -2), labels.flatten())
+
+    def counted(self, labels: Tensor) -> int:
+        """Return the number of tokens that count."""
+        return int((labels != IGNORED).sum())
+
+
+def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The mean of (y − ŷ)² over samples and targets; outputs (N, 1) serve labels (N,)."""
+    return F.mse_loss(outputs.reshape(labels.shape), labels)
+
+
+def binary_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The mean over samples and labels of −[y log σ(z) + (1 − y) log(1 − σ(z))]."""
+    return F.binary_cross_entropy_with_logits(outputs, labels)
+
+
+def counted(loss: Any, labels: Tensor) -> int:
+    """Return how many samples, or whatever the loss averages over, the loss of a batch is the mean of."""
+    count = getattr(loss, "counted", None)
+    return len(labels) if count is None else int(count(labels))
+
+
+CLASSIFICATION = Task(F.cross_entropy)
+TASKS: dict[str, Task] = {
+    "classification": CLASSIFICATION,
+    "regression": Task(squared_error, (RSquared, SquaredError), "values"),
+    "multi-label": Task(binary_cross_entropy, (MeanAveragePrecision,), "labels"),
+    "next-token": Task(TokenLoss(), (Accuracy, Perplexity), "tokens"),
+}
+
+
+def find_task(name: str) -> Task:
+    """Return the task of this name, or make the trusted class at `package.module:Name`.
+
+    Raises:
+        RecipeError: there is no such task, or its class is not trusted or not a `Task`.
+
+    >>> find_task("regression").metric().name
+    'r2'
+    """
+    if name in TASKS:
+        return TASKS[name]
+    if name == GIVEN:
+        raise RecipeError("task = 'given': this task was made in Python; pass it to fedflat.train again")
+    if ":" not in name:
+        raise RecipeError(f"task = {name!r}: there is no such task; {nearest(name, TASKS)}")
+    made: Callable[[], Task] = named_class(name, Task, "task")
+    try:
+        return made()
+    except Exception as error:
+        raise RecipeError(f"task = {name!r}: could not be made: {error}") from error

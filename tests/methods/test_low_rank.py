@@ -1,0 +1,119 @@
+"""The average of products against the dense average in float64."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedflat.errors import RecipeError
+from fedflat.local import LocalRule
+from fedflat.methods import Method, ServerView, Upload, collect, parse
+from fedflat.methods.parts import ProductAverage
+from fedflat.methods.parts.low_rank import refactored
+from fedflat.models import Layout, factors, lora
+
+MODULE = nn.Sequential(nn.Linear(9, 7), nn.Conv2d(2, 6, 3), nn.Linear(40, 30))
+RANK = 2
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture
+def layout():
+    adapted = lora(MODULE, RANK, targets="all", also="0.bias")
+    return Layout.of((name, p) for name, p in adapted.named_parameters() if p.requires_grad)
+
+
+def merged_by(method, layout, deltas, weights="samples"):
+    """w after a round of a method from the weights w, and w."""
+    w = drawn(layout.size)
+    uploads = collect([Upload(i, i + 1, 1, 0.1, 0.0, delta) for i, delta in enumerate(deltas)], weights)
+    server = ServerView(w, w, 0, len(deltas), layout=layout)
+    move, _ = method.merge(uploads.average("delta"), server, uploads)
+    return server.arrival(move), w
+
+
+def products(layout, weights):
+    named = layout.views(weights)
+    return [named[b].flatten(1) @ named[a].flatten(1) for a, b in factors(layout)]
+
+
+def best(matrix, rank):
+    """The nearest matrix of a rank, by the dense singular value decomposition."""
+    u, s, v = torch.linalg.svd(matrix)
+    return u[:, :rank] * s[:rank] @ v[:rank]
+
+
+@pytest.mark.parametrize("clients", [1, 3, 20])  # stacked factors narrower and wider than the matrices
+def test_the_product_is_the_best_of_its_rank_to_the_dense_average(layout, clients):
+    deltas = [0.3 * drawn(layout.size, seed=1 + i) for i in range(clients)]
+    after, w = merged_by(Method(ProductAverage()), layout, deltas)
+    shares = torch.arange(1, clients + 1).double() / sum(range(1, clients + 1))
+    each = [products(layout, w + delta) for delta in deltas]
+    for i, ours in enumerate(products(layout, after)):
+        dense = sum(p * matrices[i] for p, matrices in zip(shares, each, strict=True))
+        torch.testing.assert_close(ours, best(dense, RANK), rtol=1e-10, atol=1e-10)
+        lost = torch.linalg.svdvals(dense)[RANK:].square().sum().sqrt()
+        torch.testing.assert_close((ours - dense).norm(), lost, rtol=1e-8, atol=1e-10)
+
+
+def test_with_one_client_or_a_shared_a_it_is_the_plain_average(layout):
+    shared = layout.mask(lambda name: "lora_a" not in name)
+    for deltas in [drawn(layout.size, seed=1)], [drawn(layout.size, seed=i) * shared for i in range(5)]:
+        for weights in "samples", "uniform":
+            ours, plain = (
+                merged_by(method, layout, deltas, weights)[0] for method in (Method(ProductAverage()), Method())
+            )
+            torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-11)
+
+
+def test_the_mean_of_factors_is_biased_and_the_product_is_not_where_the_sum_has_rank_r(layout):
+    """Two clients with ±ΔA and ±ΔB: the mean of the factors does not move, the mean product does."""
+    delta = 0.5 * drawn(layout.size, seed=1)
+    plain, w = merged_by(Method(), layout, [delta, -delta], "uniform")
+    torch.testing.assert_close(plain, w)
+    ours, _ = merged_by(Method(ProductAverage()), layout, [delta, -delta], "uniform")
+    assert all(float((a - b).norm()) > 0.1 for a, b in zip(products(layout, ours), products(layout, w), strict=True))
+
+
+def test_a_product_of_lower_rank_keeps_the_rest_of_a():
+    a, b = drawn(3, 8), torch.cat([drawn(6, 1, seed=1), torch.zeros(6, 2, dtype=torch.float64)], dim=1)
+    for clients in [(a, b)] * 2, [(a, 0 * b)] * 2:
+        new_a, new_b = refactored(clients, [0.5, 0.5])
+        torch.testing.assert_close(new_a, a, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(new_b, clients[0][1], rtol=1e-10, atol=1e-12)
+
+
+def test_nearly_dependent_rows_do_not_blow_up():
+    """A's mean may be nearly orthogonal to the rows of P; its smallest singular value is then lifted."""
+    a, b = drawn(2, 8), drawn(6, 2, seed=1)
+    clients = [(a, b), (-a + 1e-9 * drawn(2, 8, seed=2), -b)]
+    new_a, new_b = refactored(clients, [0.5, 0.5])
+    torch.testing.assert_close(new_b @ new_a, b @ a, rtol=1e-6, atol=1e-6)
+    assert float(torch.linalg.cond(new_a)) < 2e3
+    zero_a, zero_b = refactored([(0 * a, b), (0 * a, b)], [0.5, 0.5])
+    assert zero_a.isfinite().all() and zero_b.isfinite().all()
+
+
+def test_other_weights_are_averaged_as_usual(layout):
+    deltas = [drawn(layout.size, seed=1 + i) for i in range(3)]
+    ours, plain = (merged_by(method, layout, deltas)[0] for method in (Method(ProductAverage()), Method()))
+    bias = layout.slices["0.bias"]
+    assert torch.equal(ours[bias], plain[bias])
+
+
+def test_it_is_refused_for_a_model_without_adapters():
+    with pytest.raises(RecipeError, match=r"^method: ProductAverage averages the products of low-rank adapters, and "):
+        ProductAverage().fits(Layout.of(MODULE.named_parameters()))
+
+
+@pytest.mark.parametrize("other", ["median", "fednova", "central_dp"])
+def test_one_average_at_a_time(other):
+    with pytest.raises(RecipeError, match=r"both replace the average|does not protect"):
+        parse(f"fedflat.methods.parts:ProductAverage + {other}")
+
+
+def test_a_rule_of_a_client_is_left_alone():
+    rule = LocalRule(0.1, 2)
+    assert ProductAverage().plan(rule, {}, {}) is rule

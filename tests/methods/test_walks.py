@@ -1,0 +1,348 @@
+"""Methods against NumPy: each walk below is a paper's equations, written without fedflat, on softmax regression.
+
+Four clients of unequal sizes have minibatches in a fixed order, so that their numbers of steps differ, and take part in
+changing cohorts. Everything is float64.
+"""
+
+import math
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedflat import Dataset, Federation, Samples
+from fedflat.engine.inline import Inline
+from fedflat.local.rule import LocalRule
+from fedflat.methods.parser import parse
+from fedflat.methods.parts import TopK
+from fedflat.methods.uploads import Upload
+from fedflat.models.vector import Network
+from fedflat.recipe import Local, Server
+from fedflat.rounds.client import Problem
+from fedflat.rounds.server import conduct, first_state, view
+
+SIZES, FEATURES, CLASSES, BATCH, EPOCHS = (5, 8, 11, 6), 3, 4, 4, 2
+LR, DECAY, WD, CLIENTS = 0.3, 0.9, 0.02, len(SIZES)
+COHORTS = ([0, 2], [1, 2, 3], [0, 1, 2])
+D = CLASSES * FEATURES + CLASSES
+MATRIX, BIAS = slice(0, CLASSES * FEATURES), slice(CLASSES * FEATURES, D)
+
+
+def data():
+    """The samples of each client, with two of the classes each, and the initial weights."""
+    chance = np.random.default_rng(0)
+    clients = []
+    for i, n in enumerate(SIZES):
+        clients.append((chance.normal(size=(n, FEATURES)), (chance.integers(0, 2, n) + i) % CLASSES))
+    return clients, chance.normal(size=D) / 3
+
+
+def stream(client):
+    """The minibatches of a client's round."""
+    x, y = data()[0][client]
+    cuts = range(0, len(y), BATCH)
+    return [(x[a : a + BATCH], y[a : a + BATCH]) for _ in range(EPOCHS) for a in cuts]
+
+
+def gradient(w, batch):
+    """∇ of the mean cross-entropy of softmax(W x + b)."""
+    x, y = batch
+    return through(x, softmax(w, x) - np.eye(CLASSES)[y])
+
+
+def softmax(w, x, tau=1.0):
+    z = (x @ w[MATRIX].reshape(CLASSES, FEATURES).T + w[BIAS]) / tau
+    p = np.exp(z - z.max(1, keepdims=True))
+    return p / p.sum(1, keepdims=True)
+
+
+def through(x, slope):
+    """∇ of the mean over the samples, from the slopes of the logits."""
+    slope = slope / len(x)
+    return np.concatenate([(slope.T @ x).ravel(), slope.sum(0)])
+
+
+def unit(v):
+    return v / (np.linalg.norm(v) + 1e-7)
+
+
+def rate(r):
+    return LR * DECAY**r
+
+
+def mean(vectors):
+    return sum(vectors) / len(vectors)
+
+
+def sgd(w, client, r, pull=0.0):
+    """A client's Δ by SGD with weight decay and a constant pull."""
+    start = w
+    for batch in stream(client):
+        w = w - rate(r) * (gradient(w, batch) + pull + WD * w)
+    return w - start
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The walks: each yields (w, the model that is evaluated) after every round
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def fedinit(w, beta):
+    last = dict.fromkeys(range(CLIENTS), w)
+    for r, cohort in enumerate(COHORTS):
+        moves = []
+        for i in cohort:
+            start = w + beta * (w - last[i])
+            moves.append(sgd(start, i, r))
+            last[i] = start + moves[-1]
+        w = w + mean(moves)
+        yield w, w
+
+
+def fedexp(w, eps):
+    for r, cohort in enumerate(COHORTS):
+        moves = [sgd(w, i, r) for i in cohort]
+        factor = sum(m @ m for m in moves) / (2 * len(moves) * (mean(moves) @ mean(moves) + eps))
+        before, w = w, w + max(1.0, factor) * mean(moves)
+        yield w, (w + before) / 2 if r else w
+
+
+def fedmoswa(w, alpha, floor, gamma):
+    c, own = np.zeros(D), {i: np.zeros(D) for i in range(CLIENTS)}
+    for r, cohort in enumerate(COHORTS):
+        moves, changes = [], []
+        for i in cohort:
+            v, steps, walked = w, len(stream(i)), 0.0
+            for k, batch in enumerate(stream(i)):
+                eta = rate(r) * (1 - (1 - floor) * k / steps)
+                v = v - eta * (gradient(v, batch) + c - own[i] + WD * v)
+                walked += eta
+            moves.append(v - w)
+            own[i] = own[i] - c - moves[-1] / walked
+            changes.append(own[i] - c)
+        w, c = w + alpha * mean(moves), c + gamma * mean(changes)
+        yield w, w
+
+
+def fedadamw(w, align, blocks, beta1, beta2, eps):
+    direction, square = np.zeros(D), np.zeros(D)
+    for r, cohort in enumerate(COHORTS):
+        moves, squares, slopes = [], [], []
+        for i in cohort:
+            x, m, v, steps = w, np.zeros(D), square, len(stream(i))
+            for k, batch in enumerate(stream(i), start=1):
+                g = gradient(x, batch)
+                m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
+                step = (m / (1 - beta1**k)) / (np.sqrt(v / (1 - beta2 ** (r * steps + k))) + eps)
+                x = x * (1 - rate(r) * WD) - rate(r) * (step + align * direction)
+            moves.append(x - w)
+            slopes.append(-(x - w) / (steps * rate(r)))
+            means = np.concatenate([np.full(D - CLASSES, v[MATRIX].mean()), np.full(CLASSES, v[BIAS].mean())])
+            squares.append(means if blocks else v)
+        w, direction, square = w + mean(moves), mean(slopes), mean(squares)
+        yield w, w
+
+
+def newton_schulz(m, steps):
+    """Muon's iteration on a matrix with more rows than columns, and its factor."""
+    x = m.T / np.linalg.norm(m)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T * math.sqrt(CLASSES / FEATURES)
+
+
+def fedmuon(w, align, momentum, iterations):
+    direction, buffer = np.zeros(D), np.zeros(D)
+    for r, cohort in enumerate(COHORTS):
+        moves, buffers, slopes = [], [], []
+        for i in cohort:
+            x, big, m, v, steps = w, buffer, np.zeros(D), np.zeros(D), len(stream(i))
+            for k, batch in enumerate(stream(i), start=1):
+                g = gradient(x, batch)
+                big, m, v = momentum * big + g, 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+                step = (m / (1 - 0.9**k)) / (np.sqrt(v / (1 - 0.999**k)) + 1e-8)
+                step[MATRIX] = newton_schulz(big[MATRIX].reshape(CLASSES, FEATURES), iterations).ravel()
+                x = x * (1 - rate(r) * WD) - rate(r) * ((1 - align) * step + align * direction)
+            moves.append(x - w)
+            buffers.append(big)
+            slopes.append(-(x - w) / (steps * rate(r)))
+        w, direction, buffer = w + mean(moves), mean(slopes), mean(buffers)
+        yield w, w
+
+
+def fedgmt(w, gamma, tau, alpha, penalty):
+    teacher, drift = w, {i: np.zeros(D) for i in range(CLIENTS)}
+    for r, cohort in enumerate(COHORTS):
+        ends = []
+        for i in cohort:
+            v = w
+            for x, y in stream(i):
+                term = gamma * tau * through(x, softmax(v, x, tau) - softmax(teacher, x, tau))
+                v = v - rate(r) * (gradient(v, (x, y)) + term + penalty * drift[i] + WD * v)
+            ends.append(v)
+        for i, v in zip(cohort, ends, strict=True):
+            drift[i] = drift[i] + v - w
+        w = mean(ends) + mean([*drift.values()])
+        teacher = alpha * teacher + (1 - alpha) * w
+        yield w, w
+
+
+def fedwmsam(w, rho, mix, follow, sign):
+    direction, c, own = np.zeros(D), np.zeros(D), {i: np.zeros(D) for i in range(CLIENTS)}
+    for r, cohort in enumerate(COHORTS):
+        moves, slopes, changes, seen = [], [], [], []
+        for i in cohort:
+            mine, x = direction + mix / (1 - mix) * (c - own[i]), w
+            for b, batch in enumerate(stream(i)):
+                g = gradient(x + sign * rho * unit(w + b * mine - x), batch)
+                x = x - rate(r) * (mix * g + (1 - mix) * mine + WD * x)
+            moves.append(x - w)
+            slopes.append(-(x - w) / (len(stream(i)) * rate(r)))
+            changes.append(slopes[-1] - c)
+            own[i] = own[i] + changes[-1]
+            if direction.any():
+                seen.append(1 + moves[-1] @ direction / np.linalg.norm(moves[-1]) / np.linalg.norm(direction))
+        w, direction, c = w + mean(moves), mean(slopes), c + sum(changes) / CLIENTS
+        mix = (1 - follow) * mix + follow * np.clip(mean(seen) if seen else 0.0, 0.1, 0.9)
+        yield w, w
+
+
+def top_k(w, share, feedback):
+    kept = {i: np.zeros(D) for i in range(CLIENTS)}
+    for r, cohort in enumerate(COHORTS):
+        sent = []
+        for i in cohort:
+            whole = sgd(w, i, r) + (kept[i] if feedback else 0)
+            order = np.argsort(-abs(whole))
+            sent.append(np.where(np.isin(np.arange(D), order[: math.ceil(share * D)]), whole, 0.0))
+            kept[i] = whole - sent[-1]
+        w = w + mean(sent)
+        yield w, w
+
+
+WALKS = [
+    ("fedinit(0.3)", fedinit, (0.3,)),
+    ("fedexp(1e-6)", fedexp, (1e-6,)),
+    ("fedexp(0.02)", fedexp, (0.02,)),
+    ("fedmoswa(1.3, 0.2, 0.4)", fedmoswa, (1.3, 0.2, 0.4)),
+    ("fedadamw(0.4, True, 0.8, 0.95, 1e-3)", fedadamw, (0.4, True, 0.8, 0.95, 1e-3)),
+    ("fedadamw(0.4, False, 0.8, 0.95, 1e-3)", fedadamw, (0.4, False, 0.8, 0.95, 1e-3)),
+    ("fedmuon(0.3, 0.9, 4)", fedmuon, (0.3, 0.9, 4)),
+    ("fedgmt(0.7, 2.0, 0.6, 0.3)", fedgmt, (0.7, 2.0, 0.6, 0.3)),
+    ("fedwmsam(0.2, 0.3, 0.2)", fedwmsam, (0.2, 0.3, 0.2, 1)),
+    ("fedwmsam(0.2, 0.3, 0.2, -1)", fedwmsam, (0.2, 0.3, 0.2, -1)),
+    ("top_k(0.3)", top_k, (0.3, False)),
+    ("top_k(0.3, feedback=True)", top_k, (0.3, True)),
+]
+
+
+def rounds(method, cohorts=COHORTS, **facts):
+    """The weights and the evaluated model of fedflat after every round."""
+    samples, initial = data()
+    inputs, labels = (torch.from_numpy(np.concatenate(part)) for part in zip(*samples, strict=True))
+    both = Samples(inputs, labels)
+    shards = tuple(torch.arange(sum(SIZES)).split(list(SIZES)))
+    federation = Federation(Dataset("walk", both, both, CLASSES, (), ()), shards, dtype=torch.float64)
+    network = Network(nn.Sequential(nn.Linear(FEATURES, CLASSES)), torch.float64)
+    network.weights.copy_(torch.from_numpy(initial))
+    local = Local(**{"epochs": EPOCHS, "batch": BATCH, "lr": LR, "lr_decay": DECAY, "weight_decay": WD, **facts})
+    problem = Problem.of(federation, network, parse(method), local, shuffle=False)
+    server, state = Server(cohort=CLIENTS, average="uniform"), first_state(problem)
+    with closing(Inline(problem)) as engine:
+        for cohort in cohorts:
+            state, report = conduct(problem, state, engine, cohort, server)
+            assert report.cohort == cohort
+            yield state.weights.numpy(), problem.method.evaluated(view(problem, state, server)).numpy()
+
+
+@pytest.mark.parametrize(("method", "walk", "options"), WALKS, ids=[method for method, *_ in WALKS])
+def test_three_rounds_are_the_papers_equations(method, walk, options):
+    for (ours, shown), (theirs, expected) in zip(rounds(method), walk(data()[1], *options), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(shown, expected, rtol=0, atol=1e-12)
+    *_, (plain, _) = rounds("fedavg")
+    assert abs(ours - plain).max() > 1e-3
+
+
+def test_fedexps_factor_is_at_work_and_at_its_bound():
+    """With a small ε the server goes further than the average, with a large one exactly as far."""
+    (first, _), *_ = rounds("fedexp(1e-6)")
+    (plain, _), *_ = rounds("fedavg")
+    (bound, _), *_ = rounds("fedexp(1e6)")
+    start = data()[1]
+    assert np.linalg.norm(first - start) > 1.01 * np.linalg.norm(plain - start)
+    assert (bound == plain).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "host"),
+    [
+        ("fedinit(0.0)", "fedavg"),
+        ("fedexp(1e9, average=False)", "fedavg"),
+        ("top_k(1.0)", "fedavg"),
+        ("top_k(1.0, feedback=True)", "fedavg"),
+        ("fedwmsam(0.0, 1.0, 0.0)", "scaffold"),
+        ("dp_fedsam(0.2, 0.3, 0.5, 0.7)", "local_dp(0.5, 0.7) + top_k(0.3) + fedsam(0.2)"),
+        ("dp_fedsam(0.2, 1.0, 1e9, 0.0)", "fedsam(0.2)"),
+    ],
+)
+def test_without_its_idea_a_method_is_its_host_to_the_bit(method, host):
+    for (ours, shown), (theirs, expected) in zip(rounds(method), rounds(host), strict=True):
+        assert (ours == theirs).all() and (shown == expected).all()
+
+
+def test_fedmoswa_with_all_clients_and_gamma_one_is_scaffold():
+    everybody = [[*range(CLIENTS)]] * 3
+    for (ours, _), (theirs, _) in zip(
+        rounds("fedmoswa(1.0, 1.0, 1.0)", everybody), rounds("scaffold", everybody), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-13)
+
+
+def test_in_the_first_round_fedadamw_has_nothing_to_share():
+    (first, _), (second, _), _ = rounds("fedadamw")
+    (plain, _), (later, _), _ = rounds("adamw")
+    assert (first == plain).all()
+    assert abs(second - later).max() > 1e-3
+
+
+def test_with_one_client_fedadamws_second_moment_runs_through_the_rounds():
+    """Without blocks and without β₁ two rounds of a single client are one run of AdamW that is twice as long."""
+    *_, (ours, _) = rounds("fedadamw(0.0, False, 0.0, 0.95, 1e-3)", [[2], [2]], lr_decay=1.0)
+    x, v = data()[1], np.zeros(D)
+    for t, batch in enumerate(stream(2) * 2, start=1):
+        g = gradient(x, batch)
+        v = 0.95 * v + 0.05 * g**2
+        x = x * (1 - LR * WD) - LR * g / (np.sqrt(v / (1 - 0.95**t)) + 1e-3)
+    np.testing.assert_allclose(ours, x, rtol=0, atol=1e-12)
+
+
+def test_with_one_client_fedmuons_momentum_runs_through_the_rounds():
+    """Without Δ_G two rounds of a single client are one run of the iteration on M ← μ M + g, but for the biases."""
+    *_, (ours, _) = rounds("fedmuon(0.0, 0.9, 3)", [[2], [2]], lr_decay=1.0)
+    x, big = data()[1], np.zeros(D)
+    for _ in range(2):
+        m, v = np.zeros(D), np.zeros(D)
+        for k, batch in enumerate(stream(2), start=1):
+            g = gradient(x, batch)
+            big, m, v = 0.9 * big + g, 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+            step = (m / (1 - 0.9**k)) / (np.sqrt(v / (1 - 0.999**k)) + 1e-8)
+            step[MATRIX] = newton_schulz(big[MATRIX].reshape(CLASSES, FEATURES), 3).ravel()
+            x = x * (1 - LR * WD) - LR * step
+    np.testing.assert_allclose(ours, x, rtol=0, atol=1e-12)
+
+
+def test_what_top_k_with_feedback_uploads_and_keeps_adds_up_to_all_updates():
+    """After T rounds of the same client, Σ uploads + eᵢ = Σ Δᵢ; without feedback the rest is lost."""
+    part, chance = TopK(0.25, feedback=True), np.random.default_rng(1)
+    memory, sent, moved = part.first_memory(torch.zeros(20, dtype=torch.float64)), 0.0, 0.0
+    for _ in range(6):
+        delta = torch.from_numpy(chance.normal(size=20))
+        upload, memory = part.report(Upload(0, 1, 1, 0.1, 0.0, delta), {}, memory, LocalRule(0.1, 1).outcome(delta))
+        assert int((upload.delta != 0).sum()) == 5
+        sent, moved = sent + upload.delta, moved + delta
+    torch.testing.assert_close(sent + memory["residual"], moved, rtol=0, atol=1e-14)
+    assert parse("top_k(feedback=True)").memory == ("residual",) and not parse("top_k").memory

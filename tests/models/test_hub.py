@@ -1,0 +1,169 @@
+"""Models of `transformers` and `peft`: from a configuration or a folder, trained and measured like any other."""
+
+import copy
+import json
+import socket
+
+import pytest
+import torch
+from torch import nn
+
+from fedflat import Dataset, Federation, Samples, train
+from fedflat.errors import RecipeError
+from fedflat.flatness import Objective
+from fedflat.models import Network, build, lora, merged, unit
+from fedflat.tasks import TASKS
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+TOKENS, LENGTH = 12, 6
+GPT2 = dict(model_type="gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=LENGTH, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0)  # fmt: skip
+BERT = dict(model_type="bert", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=9,
+            max_position_embeddings=LENGTH)  # fmt: skip
+
+
+def made(config, per_token=False, classes=3, **options):
+    return build("transformers", (LENGTH,), classes, vocabulary=TOKENS, per_token=per_token, config=config, **options)
+
+
+def texts(count=40, seed=0):
+    """Rows of tokens with padding at their end, and next tokens as labels."""
+    chance = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(TOKENS, (count, LENGTH + 1), generator=chance)
+    short = torch.arange(LENGTH) >= torch.randint(2, LENGTH + 1, (count, 1), generator=chance)
+    return tokens[:, :-1].masked_fill(short, -1), tokens[:, 1:].masked_fill(short, -100)
+
+
+def federation(per_token):
+    tokens, following = texts()
+    labels = following if per_token else tokens[:, 0] % 3
+    samples = Samples(tokens, labels)
+    kind = {"task": "next-token"} if per_token else {}
+    dataset = Dataset("texts", samples, samples, TOKENS if per_token else 3, (), (), vocabulary=TOKENS, **kind)
+    return Federation(dataset, [torch.arange(i, 40, 4) for i in range(4)])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made(GPT2, per_token=True).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("config", [GPT2, BERT], ids=["gpt2", "bert"])
+def test_padding_does_not_change_the_logits_of_a_text(config):
+    module = Network(made(config)).module.eval()
+    for text in [1, 2, 0], [5, 0]:
+        short, padded = torch.tensor([text]), torch.tensor([text + [-1] * (LENGTH - len(text))])
+        torch.testing.assert_close(module(padded), module(short), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "per_token", "method"),
+    [(GPT2, True, "fedsam"), (GPT2, False, "fedsmoo"), (BERT, False, "fedsol"), (BERT, False, "fedavg")],
+)
+def test_a_recipe_trains_it_and_the_base_of_adapters_never_changes(config, per_token, method):
+    settings = dict(cohort=2, lr=0.05, engine="inline", model_config=config, model_lora={"rank": 2})
+    one, result = (train(federation(per_token), "transformers", method, rounds=n, **settings) for n in (1, 2))
+    stays = {n: torch.equal(p, one.model.get_parameter(n)) for n, p in result.model.named_parameters()}
+    assert all(stays[name] for name, parameter in result.model.named_parameters() if not parameter.requires_grad)
+    assert not any(stay for name, stay in stays.items() if name.endswith("lora_b"))
+    assert hasattr(result.model(torch.zeros(1, 3, dtype=torch.long)), "logits")  # the user's module is theirs again
+
+
+def test_a_module_of_ones_own_and_one_wrapped_by_peft_are_trained():
+    tokens = federation(per_token=True)
+    module = made(GPT2, per_token=True)
+    wrapped = peft.get_peft_model(module, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    result = train(
+        tokens, wrapped, "fedsam + fedflat.methods.parts:ProductAverage", rounds=1, cohort=2, engine="inline"
+    )
+    assert result.summary["parameters_trained"] == 2 * (8 + 24)
+    assert any(float(p.detach().norm()) > 0 for n, p in result.model.named_parameters() if "lora_B" in n)
+    plain = merged(Network(result.model).module)
+    assert not any("lora" in name for name, _ in plain.named_parameters())
+    torch.testing.assert_close(plain.eval()(texts()[0]), Network(result.model).module.eval()(texts()[0]))
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv", "gpt2"])
+def test_our_forward_is_that_of_peft_on_the_same_factors(kind):
+    torch.manual_seed(0)
+    x, options = torch.randn(3, 6), {}
+    if kind == "linear":
+        module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    elif kind == "conv":
+        module, x = (
+            nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(36, 2)),
+            torch.randn(3, 2, 6, 6),
+        )
+    else:
+        module, x, options = made(GPT2, per_token=True), texts()[0], {"fan_in_fan_out": True}
+    module = module.eval()
+    target = "c_attn" if kind == "gpt2" else "0"
+    ours = lora(module, 2, alpha=3.0, targets=target)
+    theirs = peft.get_peft_model(
+        copy.deepcopy(module), peft.LoraConfig(r=2, lora_alpha=3, target_modules=[target], **options)
+    )
+    factors = {n: torch.randn_like(p) for n, p in ours.named_parameters() if p.requires_grad}
+    theirs_named = {n: p for n, p in theirs.named_parameters() if p.requires_grad}
+    assert len(factors) == len(theirs_named) == 2
+    with torch.no_grad():
+        for (name, value), parameter in zip(factors.items(), theirs_named.values(), strict=True):
+            ours.get_parameter(name).copy_(value)
+            parameter.copy_(value)
+    ours, theirs = (Network(m, torch.float64).module.eval() for m in (ours, theirs))
+    x = x.double() if x.is_floating_point() else x
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-12, atol=1e-12)
+
+
+def test_hessian_products_are_differences_of_gradients():
+    module, batch = made(GPT2, per_token=True).double(), texts(8)
+    objective = Objective(module, TASKS["next-token"].loss, [batch])
+    v = unit(torch.randn(objective.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    w, step = objective.weights, 1e-5
+    slopes = []
+    for sign in (1, -1):
+        with objective.at(w + sign * step * v):
+            slopes.append(objective.gradient())
+    torch.testing.assert_close(objective.product(v), (slopes[0] - slopes[1]) / (2 * step), rtol=1e-5, atol=1e-7)
+
+
+def test_a_folder_is_read_and_nothing_is_downloaded(folder, monkeypatch):
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("it goes to the network"))
+    module = build("transformers", (LENGTH,), TOKENS, vocabulary=TOKENS, per_token=True, folder=str(folder))
+    expected = made(GPT2, per_token=True)
+    x = texts()[0]
+    assert torch.equal(Network(module).module.eval()(x), Network(expected).module.eval()(x))
+    with pytest.raises(RecipeError, match=r"^model.folder = 'gpt2': is not a local folder with a config.json; nothing"):
+        build("transformers", (LENGTH,), TOKENS, vocabulary=TOKENS, per_token=True, folder="gpt2")
+
+
+def test_code_in_a_folder_is_never_run(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(RecipeError, match=r"^model.folder = .*: its config.json cannot be read \("):
+        build("transformers", (LENGTH,), TOKENS, vocabulary=TOKENS, per_token=True, folder=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "give it either a config or a folder"),
+        ({"config": {}}, r"model.config.model_type = '': is none of transformers' own"),
+        ({"config": {**GPT2, "n_head": 3}}, "model.config"),
+        ({"config": {**GPT2, "vocab_size": 3}}, "model.config.vocab_size = 3: the data has 12 tokens"),
+        ({"config": {**GPT2, "n_positions": 4}}, r"reads up to 4 tokens, and a sample has the shape \(6,\)"),
+    ],
+)
+def test_mistakes_get_one_sentence(options, sentence):
+    with pytest.raises(RecipeError, match=sentence):
+        build("transformers", (LENGTH,), 3, vocabulary=TOKENS, **options)
+
+
+def test_weights_in_another_format_are_not_read(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(RecipeError, match=r"holds no \.safetensors, and other formats are not read"):
+        build("transformers", (LENGTH,), 3, vocabulary=TOKENS, folder=str(folder))
