@@ -51,7 +51,7 @@ def study(method: str, data: str, rounds: int) -> tuple[dict[str, str], Landscap
     accuracy = execute(problem).accuracy
     objective, federation = PORTION.pooled(problem), problem.federation
     hessian = Hessian(objective)
-    eigen, spread = top_eigenvalues(hessian, 5), trace(hessian, probes=12)
+    eigen, spread = top_eigenvalues(hessian, 5), trace(hessian, products=32)
     around = landscape(objective, eigen_plane(eigen), span=0.5, points=13)
     train, test = (federation.held_out(part, 0, 1000) for part in ("train", "test"))
     dual = decompose(problem.network.module, problem.loss, train, test, "head", k=10, limit=400, samples=500)

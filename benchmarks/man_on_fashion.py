@@ -31,7 +31,7 @@ def measure(zeta: float, rounds: int) -> dict[str, float]:
     norms = [value for name, value in result.history[-1]["notes"].items() if name.startswith("activation/")]
     batches = [problem.federation.held_out("train", start, start + 500) for start in range(0, 1000, 500)]
     hessian = Hessian(Objective(result.model, problem.loss, batches))
-    spread = trace(hessian, probes=12)
+    spread = trace(hessian, products=32)
     return {
         "zeta": zeta,
         "accuracy": result.accuracy,

@@ -161,7 +161,7 @@ def test_flatness_is_that_of_the_trained_weights(small, featured):
     found = []
     for federation, module in (small, probe()), (featured, head):
         problem = Problem.of(federation, Network(module, torch.float64), parse("fedavg"), Local())
-        found.append(measure(Portion(300).pooled(problem), k=2, probes=3))
+        found.append(measure(Portion(300).pooled(problem), k=2, products=6))
     ours, theirs = found
     assert ours.spectrum.eigenvalues == pytest.approx(theirs.spectrum.eigenvalues, rel=1e-6)
     assert ours.spectrum.trace.mean == pytest.approx(theirs.spectrum.trace.mean, rel=1e-8)

@@ -143,7 +143,7 @@ def test_a_run_is_read_measured_and_exported(central, tmp_path, average):
     execute(problem, run)
     some, whole = (load_run(run, parameters=which) for which in ("trained", "all"))
     assert (some.network.size, whole.network.size) == (D, 64 * 16 + 16 + 16 * 10 + 10)
-    found = [measure(Portion(100).pooled(each), k=1, probes=3) for each in (some, whole)]
+    found = [measure(Portion(100).pooled(each), k=1, products=6) for each in (some, whole)]
     assert found[0].loss == pytest.approx(found[1].loss, rel=1e-5)
     assert found[0].log10_capacity == pytest.approx(found[1].log10_capacity, rel=1e-5)
     assert found[0].spectrum.eigenvalues != pytest.approx(found[1].spectrum.eigenvalues, rel=1e-2)

@@ -22,15 +22,15 @@ X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.ara
 def results():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    seen = flatness.look(model, (X, Y), k=2, probes=3, steps=4, by_layer=True)
+    seen = flatness.look(model, (X, Y), k=2, products=6, steps=4, by_layer=True)
     return {
         "look": seen,
-        "spectrum": flatness.spectrum(model, (X, Y), k=2, probes=3),
+        "spectrum": flatness.spectrum(model, (X, Y), k=2, products=6),
         "landscape": flatness.landscape(model, (X, Y), points=3),
         "curve": flatness.landscape(model, (X, Y), directions="random", dimensions=1, points=3),
         "sharpness": flatness.sharpness(model, (X, Y), directions=2),
         "duality": flatness.duality(model, (X, Y), (X + 0.1, Y)),
-        "compare": flatness.compare({"a": model, "<b>": seen}, (X, Y), k=2, probes=3),
+        "compare": flatness.compare({"a": model, "<b>": seen}, (X, Y), k=2, products=6),
     }
 
 

@@ -152,7 +152,7 @@ class Server(Section):
 TrackerName = Literal["tensorboard", "mlflow", "wandb"]
 Measure = Literal[
     "consistency", "divergence", "discord", "cosine", "proximal", "lambda", "local", "classes", "gradient", "margin",
-    "local_sharpness",
+    "local_sharpness", "local_curvature",
 ]  # fmt: skip
 
 

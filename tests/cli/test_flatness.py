@@ -16,9 +16,21 @@ import torch
 from fedflat import federate, train
 from fedflat.cli import main
 from fedflat.cli.app import err, out
-from fedflat.flatness import Landscape, Portion, curvature, filter_normalised, landscape, measure
+from fedflat.flatness import (
+    Landscape,
+    Portion,
+    by_class,
+    by_client,
+    curvature,
+    filter_normalised,
+    landscape,
+    locality,
+    matrix_of,
+    measure,
+    spectrum,
+)
 from fedflat.recipe import load
-from fedflat.runs.build import load_run, prepare
+from fedflat.runs.build import last_lr, load_run, prepare
 from fedflat.runs.experiment import execute
 
 TINY = ["seed=2", "split.clients=5", "split.alpha=0.5", "model.hidden=[8]", "server.rounds=3"]
@@ -74,13 +86,13 @@ def read(fedflat):
 
 
 def test_flatness_as_json_is_what_the_library_measures_and_says_on_what(runs, read):
-    found = read("flatness", "plain", "flat", *QUICK, "--k", 3, "--probes", 5, "--rho", 0.1, "--seed", 2)
+    found = read("flatness", "plain", "flat", *QUICK, "--k", 3, "--products", 6, "--rho", 0.1, "--seed", 2)
     assert found["measured"] == "mean training loss of 200 samples (evaluation mode, no decay, no augmentation)"
     named = [(row["run"], row["method"]) for row in found["runs"]]
     assert named == [("plain", "fedavg"), ("flat", "fedsam(rho=0.05)")]
     for row in found["runs"]:
         problem = load_run(runs / row["run"])
-        expected = measure(Portion(200, 2).pooled(problem), k=3, probes=5, rho=0.1, seed=2)
+        expected = measure(Portion(200, 2).pooled(problem), k=3, products=6, rho=0.1, seed=2)
         assert row["spectrum"]["eigenvalues"] == pytest.approx(expected.spectrum.eigenvalues, rel=1e-6)
         assert row["spectrum"]["ratio"] == pytest.approx(expected.spectrum.ratio, rel=1e-6)
         assert row["spectrum"]["trace"]["mean"] == pytest.approx(expected.spectrum.trace.mean, rel=1e-6)
@@ -90,18 +102,18 @@ def test_flatness_as_json_is_what_the_library_measures_and_says_on_what(runs, re
 
 
 def test_the_table_has_a_column_for_each_run_and_a_row_for_each_number(runs, fedflat):
-    code, printed, _ = fedflat("flatness", "plain", "flat", *QUICK, "--k", 2, "--probes", 5)
+    code, printed, _ = fedflat("flatness", "plain", "flat", *QUICK, "--k", 2, "--products", 6)
     assert code == 0
-    head, methods = (line for line in printed.splitlines() if line.startswith("┃"))
+    head, methods, *_ = (line for line in printed.splitlines() if line.startswith("┃"))
     assert [cell.strip() for cell in head.strip("┃").split("┃")] == ["", "plain", "flat"]
     assert [cell.strip() for cell in methods.strip("┃").split("┃")] == ["", "fedavg", "fedsam"]
-    for row in ("λ1 ", "λ1/λ2", "trace (Hutchinson)", "trace (Hutch++)", "sharpness, adaptive", "‖w‖", "log10 V_L"):
+    for row in ("λ1 ", "λ1/λ2", "trace [95 %]", "samples", "sharpness, adaptive", "‖w‖", "log10 V_L"):
         assert re.search(rf"│ {re.escape(row)}|{re.escape(row)} +│", printed), row
     assert "mean training loss of 200 samples" in printed
 
 
 def test_layers_are_shown_for_each_run_with_curvature_activity_and_bound(runs, fedflat, read):
-    arguments = ("flatness", "plain", *QUICK, "--k", 1, "--probes", 5, "--layers")
+    arguments = ("flatness", "plain", *QUICK, "--k", 1, "--products", 6, "--layers")
     (row,) = read(*arguments)["runs"]
     assert [(layer["name"], layer["parameters"]) for layer in row["layers"]] == [("fc1", 520), ("head", 90)]
     for layer in row["layers"]:
@@ -112,7 +124,7 @@ def test_layers_are_shown_for_each_run_with_curvature_activity_and_bound(runs, f
 
 
 def test_a_layers_block_has_its_bias_unless_it_is_left_out(runs, fedflat, read):
-    arguments = ("flatness", "plain", *QUICK, "--k", 1, "--probes", 5, "--layers")
+    arguments = ("flatness", "plain", *QUICK, "--k", 1, "--products", 6, "--layers")
     found = read(*arguments, "--no-bias")
     assert not found["bias"] and [layer["parameters"] for layer in found["runs"][0]["layers"]] == [512, 80]
     assert "each layer's weight and bias" in " ".join(fedflat(*arguments)[1].split())
@@ -120,7 +132,7 @@ def test_a_layers_block_has_its_bias_unless_it_is_left_out(runs, fedflat, read):
 
 
 def test_layers_of_the_clients_are_those_of_each_clients_own_samples(runs, fedflat, read):
-    arguments = ("flatness", "plain", *QUICK, "--k", 1, "--probes", 5, "--layers", "--federated")
+    arguments = ("flatness", "plain", *QUICK, "--k", 1, "--products", 6, "--layers", "--federated")
     (row,) = read(*arguments)["runs"]
     problem = load_run(runs / "plain")
     assert sum(client["samples"] for client in row["clients"]) == row["samples"]
@@ -137,7 +149,7 @@ def test_layers_of_the_clients_are_those_of_each_clients_own_samples(runs, fedfl
 
 
 def test_the_theory_is_one_table_with_a_ratio_to_the_first_run(runs, fedflat, read):
-    arguments = ("flatness", "plain", "flat", *QUICK, "--k", 1, "--probes", 5, "--theory")
+    arguments = ("flatness", "plain", "flat", *QUICK, "--k", 1, "--products", 6, "--theory")
     plain, flat = (row["theory"] for row in read(*arguments)["runs"])
     for found in (plain, flat):
         assert found["pooled"]["hessian"] <= found["clients_sum"] * (1 + 1e-5)
@@ -158,7 +170,7 @@ def test_the_theory_is_one_table_with_a_ratio_to_the_first_run(runs, fedflat, re
 
 
 def test_the_density_is_a_rule_whose_weights_add_up_to_one(runs, read):
-    (row,) = read("flatness", "plain", *QUICK, "--k", 1, "--probes", 5, "--density", 10)["runs"]
+    (row,) = read("flatness", "plain", *QUICK, "--k", 1, "--products", 6, "--density", 10)["runs"]
     density = row["spectrum"]["density"]
     ((nodes,), (weights,)) = density["nodes"], density["weights"]
     assert len(nodes) == len(weights) == density["products"] == 10
@@ -167,7 +179,7 @@ def test_the_density_is_a_rule_whose_weights_add_up_to_one(runs, read):
 
 
 def test_clients_products_give_the_same_spectrum_on_either_engine(runs, fedflat, read):
-    arguments = ("flatness", "plain", "flat", *QUICK, "--k", 2, "--probes", 5)
+    arguments = ("flatness", "plain", "flat", *QUICK, "--k", 2, "--products", 6)
     pooled, federated = read(*arguments), read(*arguments, "--federated")
     assert federated["measured"] == pooled["measured"]
     for here, there in zip(pooled["runs"], federated["runs"], strict=True):
@@ -180,6 +192,66 @@ def test_clients_products_give_the_same_spectrum_on_either_engine(runs, fedflat,
     assert code == 0
     assert "MB sent" in printed
     assert "sharpness" not in printed.split("┃", 1)[1]
+
+
+def test_the_spectrum_of_another_matrix_is_that_of_the_library_under_its_name(runs, fedflat, read):
+    arguments = ("flatness", "plain", *QUICK, "--k", 2, "--products", 6, "--matrix", "ggn", "--density", 12)
+    found = read(*arguments)
+    (row,) = found["runs"]
+    expected = spectrum(matrix_of(Portion(200).pooled(load_run(runs / "plain")), "ggn"), 2, 6)
+    assert found["matrix"] == row["spectrum"]["matrix"] == "ggn"
+    assert row["spectrum"]["eigenvalues"] == pytest.approx(expected.eigenvalues, rel=1e-5)
+    code, printed, _ = fedflat(*arguments)
+    assert code == 0
+    assert "Gauss–Newton matrix, sharpness" in " ".join(printed.split())
+    assert "outliers (K − 1 = 9)" in printed
+
+
+@pytest.mark.parametrize(("by", "measured"), [("class", by_class), ("client", by_client)])
+def test_each_class_or_client_has_a_row_of_its_own(runs, fedflat, read, by, measured):
+    arguments = ("flatness", "plain", *QUICK, "--k", 1, "--products", 6, "--by", by)
+    (row,) = read(*arguments)["runs"]
+    problem, portion = load_run(runs / "plain"), Portion(200)
+    expected = measured(*((portion.pooled(problem),) if by == "class" else (problem, portion)), products=6)
+    assert [(e["name"], e["samples"]) for e in row["groups"]] == [(e.name, e.samples) for e in expected]
+    assert [e["lambda1"] for e in row["groups"]] == pytest.approx([e.lambda1 for e in expected], rel=1e-4)
+    assert sum(e["samples"] for e in row["groups"]) == row["samples"]
+    code, printed, _ = fedflat(*arguments)
+    assert code == 0 and f"{by} 4" in printed and "Σ p λ1" in printed
+
+
+def test_local_flatness_is_the_librarys_with_the_last_learning_rate_and_the_runs_weights(runs, fedflat, read):
+    arguments = ("flatness", "flat", *QUICK, "--k", 1, "--products", 6, "--local")
+    (row,) = read(*arguments)["runs"]
+    problem = load_run(runs / "flat")
+    expected = locality(problem, Portion(200), lr=last_lr(problem.recipe))
+    assert row["local"]["lambda1"] == pytest.approx(expected.lambda1, rel=1e-4)
+    for name in ("clients_sum", "explained", "distance", "gap"):
+        assert row["local"][name] == pytest.approx(getattr(expected, name), rel=1e-3, abs=1e-4)
+    (alike,) = read(*arguments, "--weights", "uniform")["runs"]
+    assert [client["weight"] for client in alike["local"]["clients"]] == pytest.approx([0.2] * 5)
+    code, printed, _ = fedflat(*arguments)
+    assert code == 0
+    assert all(text in printed for text in ("flatness distance", "λ1(H) ÷ Σ pᵢ λ1(fᵢ)", "part of λ1(H)"))
+
+
+def test_runs_that_differ_in_method_and_seed_alone_are_compared_by_paired_differences(runs, fedflat, read):
+    arguments = (*QUICK, "--k", 1, "--products", 6)
+    (one,) = [e for e in read("flatness", "plain", "flat", *arguments)["differences"] if e["measure"] == "trace"]
+    assert (one["note"], one["low"], one["seeds"]) == ("one seed: no interval", None, [2])
+    for name in ("plain", "flat"):
+        shutil.copytree(name, f"{name}3")
+        recipe = Path(f"{name}3/recipe.toml")
+        recipe.write_text(recipe.read_text().replace("seed = 2", "seed = 3"))
+    four = ("flatness", "plain", "flat", "plain3", "flat3", *arguments)
+    found = read(*four)
+    (both,) = [each for each in found["differences"] if each["measure"] == "trace"]
+    values = {(row["method"], row["seed"]): row["spectrum"]["trace"]["mean"] for row in found["runs"]}
+    expected = [values["fedsam(rho=0.05)", seed] - values["fedavg", seed] for seed in (2, 3)]
+    assert both["differences"] == pytest.approx(expected) and both["low"] < both["mean"] < both["high"]
+    assert "2 seeds" in fedflat(*four)[1]
+    recipe.write_text(recipe.read_text().replace("lr = 0.1", "lr = 0.2"))
+    assert "differences" not in read(*four)
 
 
 def test_two_landscapes_share_one_grid_and_are_written_and_drawn(runs, fedflat):
@@ -319,7 +391,10 @@ def test_nothing_is_measured_or_written_if_a_later_run_is_bad(broken, fedflat, m
         (["flatness"], 2, "Missing argument 'RUNS...'"),
         (["flatness", "plain", "--k", "0"], 2, "'--k': 0 is not in the range"),
         (["flatness", "plain", "--samples", "-1"], 2, "'--samples': -1"),
-        (["flatness", "plain", "--probes", "1"], 2, "'--probes': 1"),
+        (["flatness", "plain", "--products", "1"], 2, "'--products'"),
+        (["flatness", "plain", "--relative-error", "0"], 2, "--relative-error 0.0: it must be a positive number"),
+        (["flatness", "plain", "--matrix", "kfac"], 2, "'kfac' is not one of 'hessian', 'ggn', 'fisher'"),
+        (["flatness", "plain", "--weights", "uniform"], 2, "--weights is about the clients' losses"),
         (["flatness", "plain", "--theory", "--federated"], 2, "--theory compares the clients with the pooled samples"),
         (["landscape", "plain", "--plane", "diagonal"], 2, "'diagonal' is not one of 'eigen', 'random'"),
         (["landscape", "plain", "--dimensions", "3"], 2, "'--dimensions': 3"),
@@ -346,7 +421,7 @@ def test_a_process_of_its_own_ends_the_same_way(runs):
             command, cwd=runs, env=environment, capture_output=True, text=True, timeout=120, check=False
         )
 
-    good = process("flatness", "plain", *QUICK, "--k", "1", "--probes", "5", "--json")
+    good = process("flatness", "plain", *QUICK, "--k", "1", "--products", "6", "--json")
     assert (good.returncode, good.stderr) == (0, "")
     assert json.loads(good.stdout)["runs"][0]["run"] == "plain"
     bad = process("flatness", "plain", "--k", "0")

@@ -206,7 +206,7 @@ def test_the_module_is_given_back_as_it_was(fails):
         with pytest.raises(KeyboardInterrupt):
             flatness.landscape(model, (X, Y), loss, directions="random", points=9)
     else:
-        look(model, (X, Y), loss, k=1, probes=3)
+        look(model, (X, Y), loss, k=1, products=6)
     assert [part.training for part in model.modules()] == flags
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not model._forward_hooks and not model._forward_pre_hooks
@@ -230,7 +230,7 @@ def test_named_inputs_and_a_record_with_logits():
         here, v = f.product(torch.ones(f.size)), torch.ones(f.size)
     plain = Objective(network(), F.cross_entropy, [(X * mask, Y)])
     torch.testing.assert_close(here, plain.product(v), rtol=1e-11, atol=1e-13)
-    found = look(Tagged(), [{"pixel_values": X, "mask": mask, "labels": Y}], k=1, probes=3, by_layer=True)
+    found = look(Tagged(), [{"pixel_values": X, "mask": mask, "labels": Y}], k=1, products=6, by_layer=True)
     assert [layer.name for layer in found.layers] == ["net.0", "net.2"]
 
 
@@ -266,7 +266,7 @@ def test_attention_against_a_dense_hessian():
     with objective_of(model, (x, y)) as objective:
         v = torch.linspace(-1, 1, objective.size, dtype=torch.float64)
         torch.testing.assert_close(objective.product(v), dense @ v, rtol=1e-9, atol=1e-12)
-    found = look(model, (x, y), k=2, probes=3, by_layer=True)
+    found = look(model, (x, y), k=2, products=6, by_layer=True)
     top = torch.linalg.eigvalsh(dense).flip(0)[:2].tolist()
     assert found.spectrum.eigenvalues == pytest.approx(top, rel=1e-3)
     assert torch.backends.mha.get_fastpath_enabled()

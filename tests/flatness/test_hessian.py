@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from fedflat.flatness import GaussNewton, Hessian, Objective, top_eigenvalues, trace
+from fedflat.errors import RecipeError, TrainingError
+from fedflat.flatness import Fisher, GaussNewton, Hessian, Objective, matrix_of, measure, top_eigenvalues
+from fedflat.flatness.hessian import ratio
 
 
 def dense(module, batches, names=None):
@@ -124,14 +126,6 @@ def test_a_layers_block_is_the_blocks_hessian(case):
     torch.testing.assert_close(eigen.values, torch.linalg.eigvalsh(matrix).flip(0)[:3], rtol=1e-8, atol=1e-10)
 
 
-def test_hutchinsons_trace_lies_within_its_error(case):
-    module, batches = case
-    expected = float(dense(module, batches).trace())
-    estimate = trace(Hessian(Objective(module, F.cross_entropy, batches)), probes=200)
-    assert abs(estimate.mean - expected) < 4 * estimate.error + 1e-9
-    assert estimate.error < 0.3 * abs(expected) + 1e-3
-
-
 def test_on_a_quadratic_everything_is_exact():
     chance = torch.Generator().manual_seed(0)
     x = torch.randn(50, 6, generator=chance, dtype=torch.float64)
@@ -209,19 +203,10 @@ def test_a_matrix_that_is_hardly_larger_than_k_is_written_out(size):
     assert top_eigenvalues(matrix, k=4).products == size, "only what this call spent"
 
 
-def test_the_seed_decides_where_lanczos_and_hutchinson_start():
+def test_the_seed_decides_where_lanczos_starts():
     matrix = Matrix(with_spectrum(torch.linspace(0, 1, 200, dtype=torch.float64)))
     one, again, other = (top_eigenvalues(matrix, k=2, tolerance=0.1, seed=seed).values for seed in (1, 1, 2))
     assert torch.equal(one, again) and not torch.equal(one, other)
-    assert trace(matrix, 3, seed=1) == trace(matrix, 3, seed=1) != trace(matrix, 3, seed=2)
-
-
-def test_the_error_of_two_probes_is_half_of_their_difference_and_of_one_unknown():
-    matrix = Matrix(with_spectrum(torch.linspace(-1, 3, 30, dtype=torch.float64)))
-    one, two = trace(matrix, probes=1), trace(matrix, probes=2)
-    second = 2 * two.mean - one.mean
-    assert two.error == pytest.approx(abs(one.mean - second) / 2) and two.error > 0
-    assert math.isnan(one.error) and (one.products, two.products) == (1, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -280,3 +265,82 @@ def test_frozen_parameters_are_no_part_of_the_objective():
     module.bias.requires_grad_(False)
     objective = Objective(module, F.cross_entropy, [(torch.ones(4, 3), torch.arange(4) % 2)])
     assert (objective.size, list(objective.layout.shapes)) == (6, ["weight"])
+
+
+def dense_fisher(module, x, real):
+    """E over the model's own labels of the outer products of ∇log p, class by class, the oracle."""
+    parameters = {n: p.detach() for n, p in module.named_parameters()}
+
+    def log_likelihood(w, sample, label):
+        z = functional_call(module, w, (sample[None],))[0]
+        return torch.log_softmax(z, dim=0)[label]
+
+    total = 0
+    for sample in x:
+        p = torch.softmax(module(sample[None])[0].detach(), dim=0)
+        if real:
+            by_name = torch.func.jacrev(lambda w: functional_call(module, w, (sample[None],))[0])(parameters)  # noqa: B023
+            jacobian = torch.cat([by_name[n].flatten(1) for n in parameters], dim=1)
+            total += jacobian.T @ jacobian
+            continue
+        for label in range(len(p)):
+            slope = torch.func.grad(log_likelihood)(parameters, sample, label)
+            g = torch.cat([slope[n].reshape(-1) for n in parameters])
+            total += p[label] * torch.outer(g, g)
+    return total / len(x)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_fisher_products_are_the_expectation_over_the_models_own_labels(real):
+    """The loss that was trained plays no part: here one with label smoothing, for which G is another matrix."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    x = torch.randn(7, 4, dtype=torch.float64)
+    y = torch.randn(7, 3, dtype=torch.float64) if real else torch.arange(7) % 3
+    loss = (lambda z, y: (z - y).abs().pow(3).mean()) if real else (lambda z, y: 2 * F.cross_entropy(z, y))
+    objective = Objective(module, loss, [(x[:2], y[:2]), (x[2:], y[2:])])
+    operator, v = Fisher(objective), torch.randn(27, dtype=torch.float64)
+    torch.testing.assert_close(operator @ v, dense_fisher(module, x, real) @ v, rtol=1e-9, atol=1e-12)
+    assert operator.products == 1
+    assert not torch.allclose(GaussNewton(objective) @ v, operator @ v)
+
+
+def test_for_cross_entropy_fisher_is_gauss_newton_and_measured_under_its_name(case):
+    module, batches = case
+    objective = Objective(module, F.cross_entropy, batches)
+    v = torch.randn(objective.size, dtype=torch.float64)
+    torch.testing.assert_close(Fisher(objective) @ v, GaussNewton(objective) @ v)
+    for name, kind in {"hessian": Hessian, "ggn": GaussNewton, "fisher": Fisher}.items():
+        assert type(matrix_of(objective, name)) is kind and kind.matrix == name
+    with pytest.raises(RecipeError, match="matrix = 'fischer' is unknown; did you mean fisher"):
+        matrix_of(objective, "fischer")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([6.0, 3.0, 1.5], (4.0, "")),
+        ([6.0], (1.0, "")),
+        ([6.0, 0.0], (None, "λ2 = 0 is not positive")),
+        ([6.0, -2.0], (None, "λ2 = -2 is not positive")),
+        ([-1.0, -2.0], (None, "λ1 = -1 is not positive")),
+        ([math.nan, math.nan], (None, "λ1 is not finite")),
+    ],
+)
+def test_the_ratio_of_eigenvalues_is_guarded_and_says_why(values, expected):
+    assert ratio(values) == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_one_sentence(value):
+    module = nn.Linear(3, 2)
+    with torch.no_grad():
+        module.bias[1] = value
+    with pytest.raises(TrainingError, match="bias: holds weights that are not finite"):
+        Objective(module, F.cross_entropy, [(torch.ones(4, 3), torch.arange(4) % 2)])
+
+
+def test_a_loss_that_is_not_finite_is_one_sentence():
+    objective = Objective(nn.Linear(3, 2), F.cross_entropy, [(torch.full((4, 3), math.nan), torch.arange(4) % 2)])
+    with pytest.raises(TrainingError, match="the mean loss of these samples is nan"):
+        measure(objective)

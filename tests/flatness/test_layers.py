@@ -113,7 +113,7 @@ def test_mans_bound_holds_in_every_layer(net, seed, scale, bias):
         for parameter in module.parameters():
             parameter.mul_(scale)
     x, y = samples(seed)
-    for layer in layers(objective(module, x, y), products=3, seed=seed, bias=bias):
+    for layer in layers(objective(module, x, y), products=6, seed=seed, bias=bias):
         top = float(torch.linalg.eigvalsh(block(module, x, y, layer.name, bias))[-1])
         assert layer.activity.bound >= top * (1 - 1e-9)
         if layer.activity.last:
@@ -126,7 +126,7 @@ def test_the_bound_of_a_linear_layer_is_the_mean_of_norm_times_curvature(bias):
     torch.manual_seed(1)
     module = NETS["tanh"]().double()
     x, y = samples(1)
-    hidden, head = (layer.activity for layer in layers(objective(module, x, y), products=3, bias=bias))
+    hidden, head = (layer.activity for layer in layers(objective(module, x, y), products=6, bias=bias))
     flat, rest = x.flatten(1), module[2:]
     norms = flat.square().sum(dim=1)
     expected = (norms + bias) * curvatures(rest, module[1](flat).detach(), y)
@@ -149,7 +149,7 @@ def test_the_bound_of_a_convolution_sums_its_patches(bias):
     torch.manual_seed(2)
     module = NETS["conv"]().double()
     x, y = samples(2)
-    first = layers(objective(module, x, y), products=3, bias=bias)[0].activity
+    first = layers(objective(module, x, y), products=6, bias=bias)[0].activity
     patches = F.unfold(x, 3, padding=1, stride=2).square().sum(dim=(1, 2)) + 4 * bias
     expected = patches * curvatures(module[1:], module[0](x).detach(), y)
     assert first.patches == pytest.approx(float(patches.mean()))
@@ -164,7 +164,7 @@ def test_groups_of_channels_have_patches_of_their_own_and_the_largest_counts(bia
     x, y = samples(3)
     padded = F.pad(x, (1, 1, 1, 1), mode="reflect")
     patches = torch.stack([F.unfold(half, 3).square().sum(dim=(1, 2)) for half in padded.chunk(2, dim=1)])
-    found = layers(objective(module, x, y), products=3, bias=bias)[0].activity
+    found = layers(objective(module, x, y), products=6, bias=bias)[0].activity
     assert found.patches == pytest.approx(float(patches.amax(dim=0).mean()) + 16 * bias)
 
 
@@ -172,7 +172,7 @@ def test_every_token_of_a_linear_layer_has_its_own_1():
     torch.manual_seed(0)
     module = NETS["tokens"]().double()
     f = objective(module, *samples(0))
-    pairs = zip(layers(f, products=3), layers(f, products=3, bias=False), strict=True)
+    pairs = zip(layers(f, products=6), layers(f, products=6, bias=False), strict=True)
     assert {a.name: round(a.activity.patches - b.activity.patches, 9) for a, b in pairs} == {
         "q": 4, "k": 4, "v": 4, "head": 1,
     }  # fmt: skip
@@ -183,7 +183,7 @@ def test_a_bias_that_is_frozen_or_serves_two_layers_is_left_out():
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     module[5].bias = module[3].bias
     module[1].bias.requires_grad_(False)
-    found = layers(objective(module.double(), *samples(0)), products=3)
+    found = layers(objective(module.double(), *samples(0)), products=6)
     assert [(layer.name, layer.parameters, layer.bias) for layer in found] == [
         ("1", 192, False), ("3", 9, False), ("5", 9, False),
     ]  # fmt: skip
@@ -207,7 +207,7 @@ def test_the_bound_converges_with_the_steps():
     module = NETS["conv"]().double()
     x, y = samples(4, n=100)
     few, default, all_dimensions = (
-        [layer.activity.bound for layer in layers(objective(module, x, y), products=3, steps=steps)]
+        [layer.activity.bound for layer in layers(objective(module, x, y), products=6, steps=steps)]
         for steps in (4, 12, 40)
     )
     assert default == pytest.approx(all_dimensions, rel=1e-6)
@@ -221,7 +221,7 @@ def test_before_a_piecewise_linear_rest_as_many_steps_as_classes_suffice(classes
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 40), *rest).double()
     x, _ = samples(classes)
     f = objective(module, x, torch.arange(len(x)) % classes)
-    fewer, enough, more = (layers(f, products=3, steps=classes + more)[0].activity.bound for more in (-1, 0, 20))
+    fewer, enough, more = (layers(f, products=6, steps=classes + more)[0].activity.bound for more in (-1, 0, 20))
     assert enough == pytest.approx(more, rel=1e-9) != pytest.approx(fewer, rel=1e-9)
 
 
@@ -229,7 +229,7 @@ def test_saturated_samples_have_no_curvature_and_no_nan():
     module = nn.Linear(2, 2, bias=False)
     nn.init.eye_(module.weight)
     x, y = torch.tensor([[500.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 0])
-    (layer,) = layers(Objective(module, F.cross_entropy, [(x, y)]), products=3)
+    (layer,) = layers(Objective(module, F.cross_entropy, [(x, y)]), products=6)
     p = 1 / (1 + math.exp(-1))
     assert layer.activity.bound == pytest.approx(p * (1 - p), rel=1e-5)
 
@@ -255,7 +255,7 @@ def test_where_the_bound_does_not_hold_there_is_none():
     torch.manual_seed(0)
     module = Odd().double()
     x, y = samples(0)
-    found = {layer.name: layer for layer in layers(objective(module, x, y), products=3)}
+    found = {layer.name: layer for layer in layers(objective(module, x, y), products=6)}
     assert list(found) == ["twice", "side", "named"]
     assert found["twice"].activity.bound is None
     assert found["side"].activity.bound is None
@@ -268,7 +268,7 @@ def test_an_objective_of_some_weights_has_their_layers_only():
     torch.manual_seed(0)
     module = NETS["relu"]().double()
     f = objective(module, *samples(0))
-    assert [layer.name for layer in layers(f.of(["3.weight"]), products=3)] == ["3"]
+    assert [layer.name for layer in layers(f.of(["3.weight"]), products=6)] == ["3"]
     with pytest.raises(RecipeError, match=r"does not depend on the weight of any nn\.Linear or nn\.Conv2d"):
         layers(f.of(["3.bias"]))
     with pytest.raises(RecipeError, match="k = 0"):
@@ -290,7 +290,7 @@ def test_nearly_saturated_samples_have_the_little_curvature_that_they_have(margi
     module = nn.Linear(2, 2, bias=False)
     nn.init.eye_(module.weight)
     x, y = torch.tensor([[margin, 0.0], [1.0, 0.0]]), torch.tensor([0, 0])
-    (layer,) = layers(Objective(module, F.cross_entropy, [(x, y)]), products=3)
+    (layer,) = layers(Objective(module, F.cross_entropy, [(x, y)]), products=6)
     p = torch.sigmoid(x[:, 0].double())
     expected = (x[:, 0].double().square() * 2 * p * (1 - p)).mean()
     assert layer.activity.bound == pytest.approx(float(expected), rel=1e-4)

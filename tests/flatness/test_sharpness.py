@@ -49,11 +49,33 @@ def test_adaptive_ascent_on_a_quadratic(quadratic, rho):
 
 
 def test_the_mean_over_directions_is_the_trace_of_the_hessian(quadratic):
-    """E[f(w + ρ û) − f(w)] = ρ²/(2d) tr A: the linear term has mean zero over the sphere."""
+    """E[f(w + ρ û) − f(w)] = ρ²/(2d) tr A: the linear term cancels in every pair."""
     objective, A, _ = quadratic
     found = average_sharpness(objective, rho=2.0, directions=3000)
     assert abs(found.mean - 2.0**2 / 12 * float(A.trace())) < 4 * found.error
-    assert found.error < 0.1 * found.mean
+    assert found.low < 2.0**2 / 12 * float(A.trace()) < found.high
+
+
+def test_the_slope_has_no_part_in_the_mean_or_its_error(quadratic):
+    """At a point with a steep slope and at the minimum the even part is the same, to rounding."""
+    objective, A, g = quadratic
+    with objective.at(objective.weights - torch.linalg.solve(A, g)):
+        least = average_sharpness(objective, rho=1e-3)
+        with objective.at(objective.weights + 100):
+            steep = average_sharpness(objective, rho=1e-3)
+    assert steep.largest > 1e3 * least.largest
+    assert (steep.mean, steep.error) == pytest.approx((least.mean, least.error), rel=1e-2)
+
+
+def test_the_interval_covers_the_closed_form_for_95_of_100_seeds():
+    """A quadratic with a few large eigenvalues, away from its minimum: ρ² tr A/2d."""
+    chance = torch.Generator().manual_seed(0)
+    scale = torch.tensor([4.0, 3.0, 2.0, *[0.3] * 27], dtype=torch.float64)
+    x = torch.randn(60, 30, generator=chance, dtype=torch.float64) * scale
+    objective = Objective(nn.Linear(30, 1, bias=False).double(), half_square, [(x, torch.ones(60, 1).double())])
+    true = 0.05**2 * float((x.T @ x / 60).trace()) / 60
+    found = [average_sharpness(objective, seed=seed) for seed in range(400)]
+    assert 0.93 <= sum(each.low <= true <= each.high for each in found) / 400 <= 0.97
 
 
 def test_at_the_minimum_every_direction_rises_between_the_extreme_eigenvalues(quadratic):
@@ -65,17 +87,19 @@ def test_at_the_minimum_every_direction_rises_between_the_extreme_eigenvalues(qu
     assert found.largest > 0.5 * high
 
 
-def test_mean_error_and_largest_are_those_of_the_drawn_directions(quadratic):
+def test_mean_error_and_largest_are_those_of_the_drawn_pairs(quadratic):
     objective, A, g = quadratic
-    chance, rises = torch.Generator().manual_seed(7), []
+    chance, rises, means = torch.Generator().manual_seed(7), [], []
     for _ in range(5):
         u = torch.randn(6, generator=chance, dtype=torch.float64)
         u = 0.3 * u / u.norm()
-        rises.append(float(g @ u + 0.5 * u @ A @ u))
-    found = average_sharpness(objective, rho=0.3, directions=5, seed=7)
-    mean = sum(rises) / 5
-    variance = sum((rise - mean) ** 2 for rise in rises) / 4
+        rises += [float(g @ u + 0.5 * u @ A @ u), float(-g @ u + 0.5 * u @ A @ u)]
+        means.append(float(0.5 * u @ A @ u))
+    found = average_sharpness(objective, rho=0.3, directions=10, seed=7)
+    mean = sum(means) / 5
+    variance = sum((each - mean) ** 2 for each in means) / 4
     assert (found.mean, found.error, found.largest) == pytest.approx((mean, math.sqrt(variance / 5), max(rises)))
+    assert found.low < mean < found.high and found.directions == 10
 
 
 def test_the_standard_error_falls_with_the_root_of_the_directions(quadratic):
@@ -90,11 +114,12 @@ def test_directions_come_from_the_seed_alone(quadratic):
     assert average_sharpness(quadratic[0], seed=5) == first != average_sharpness(quadratic[0], seed=6)
 
 
-def test_one_direction_has_no_standard_error_and_none_is_a_mistake(quadratic):
-    one = average_sharpness(quadratic[0], directions=1)
-    assert math.isnan(one.error) and one.mean == one.largest
-    with pytest.raises(RecipeError, match="directions: 0 is too few to average over"):
-        average_sharpness(quadratic[0], directions=0)
+def test_one_pair_has_no_interval_and_an_odd_number_is_a_mistake(quadratic):
+    one = average_sharpness(quadratic[0], directions=2)
+    assert math.isnan(one.error) and math.isnan(one.low) and math.isnan(one.high) and one.mean < one.largest
+    for wrong in (0, 1, 7):
+        with pytest.raises(RecipeError, match=f"directions: {wrong}; directions come in pairs"):
+            average_sharpness(quadratic[0], directions=wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -175,7 +200,7 @@ def test_of_one_layer_it_is_the_sharpness_with_the_others_standing_still(relu):
 
 def test_the_weights_stay_where_they_are_to_the_bit(relu):
     before = relu.weights
-    ascent_sharpness(relu), adaptive_sharpness(relu), average_sharpness(relu, directions=3)
+    ascent_sharpness(relu), adaptive_sharpness(relu), average_sharpness(relu, directions=4)
     assert torch.equal(relu.weights, before)
 
 
@@ -184,6 +209,6 @@ def test_in_a_round_bowl_every_direction_rises_by_the_same():
     module = nn.Linear(6, 1, bias=False).double()
     nn.init.zeros_(module.weight)
     x = math.sqrt(6) * torch.eye(6, dtype=torch.float64)
-    found = average_sharpness(Objective(module, half_square, [(x, torch.zeros_like(x[:, :1]))]), rho=2.0, directions=9)
+    found = average_sharpness(Objective(module, half_square, [(x, torch.zeros_like(x[:, :1]))]), rho=2.0, directions=10)
     assert found.mean == pytest.approx(2.0, rel=1e-14) and found.largest == pytest.approx(2.0, rel=1e-14)
     assert found.error < 1e-14

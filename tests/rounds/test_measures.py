@@ -18,7 +18,7 @@ from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool
 from fedflat.errors import RecipeError
 from fedflat.flatness import Hessian, Objective, Portion, top_eigenvalues
-from fedflat.flatness.federated import Gradient, Rise
+from fedflat.flatness.federated import Gradient, Rise, TopEigenvalue
 from fedflat.methods.parser import parse
 from fedflat.methods.parts import ProximalAscent
 from fedflat.models.vector import Network
@@ -28,7 +28,7 @@ from fedflat.rounds.server import conduct, first_state, view
 
 ALL = [
     "consistency", "divergence", "discord", "cosine", "proximal", "lambda", "local", "classes", "gradient", "margin",
-    "local_sharpness",
+    "local_sharpness", "local_curvature",
 ]  # fmt: skip
 COHORT = [0, 2, 3, 5, 7]
 
@@ -434,9 +434,44 @@ def test_local_averaged_and_global_sharpness_are_their_formulas(digits, build, m
     assert report.measures["averaged_sharpness"] > report.measures["global_sharpness"]
 
 
+def tiny(*middle):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(4, 3), *middle, nn.Tanh(), nn.Linear(3, 10))
+
+
+@pytest.mark.parametrize(("build", "method"), [(tiny, "fedsam(0.1)"), (lambda: tiny(nn.BatchNorm1d(3)), "fedavg")])
+def test_local_and_averaged_curvature_are_those_of_dense_hessians(digits, build, method):
+    federation, portion = digits.to(torch.float64), Portion(0)
+    watch = Evaluation(measures=["local_curvature"])
+    problem, again = (
+        Problem.of(federation, Network(build(), torch.float64), parse(method), Local(batch=0, epochs=3, lr=0.3))
+        for _ in range(2)
+    )
+    state = first_state(problem)
+    questions = {"curvature": TopEigenvalue(portion, tolerance=1e-9)}
+    with closing(Inline(problem, questions)) as engine, closing(Inline(again)) as twin:
+        sent = problem.method.broadcast(view(problem, state))
+        sent |= {"buffers": state.buffers} if state.buffers.numel() else {}
+        uploads = list(twin.local_rounds(Broadcast(0, 0.3, sent), COHORT[:2]))
+        state, report = conduct(problem, state, engine, COHORT[:2], None, watch)
+
+    def top(client, weights, buffers):
+        loss = training_loss(again, buffers, client)
+        return float(torch.linalg.eigvalsh(torch.func.hessian(loss)(weights))[-1])
+
+    first = first_state(again).buffers
+    own = [(u.client, sent["weights"] + u.delta, u.vectors.get("buffers", first)) for u in uploads]
+    expected = {
+        "local_lambda1": sum(top(*each) for each in own) / 2,
+        "averaged_lambda1": sum(top(client, state.weights, state.buffers) for client, *_ in own) / 2,
+        "flatness_distance": sum(float((weights - state.weights).norm()) for _, weights, _ in own) / 2,
+    }
+    assert report.measures == pytest.approx(expected, rel=1e-6)
+
+
 def test_what_clients_are_asked_is_measured_where_the_round_is_evaluated_and_at_the_end(digits):
     result = train(digits, rounds=5, cohort=3, engine="inline", every=2, measures=ALL)
-    for name in ("gradient", "margin", "local_sharpness", "global_sharpness"):
+    for name in ("gradient", "margin", "local_sharpness", "global_sharpness", "local_lambda1", "flatness_distance"):
         assert [round for round, _ in result.curve(name)] == [2, 4, 5]
 
 

@@ -44,7 +44,7 @@ def test_every_round_is_a_row(result, monkeypatch):
 def test_a_run_is_read_again(result, digits):
     again = fedflat.Result.load(result.directory, digits)
     assert again.history == result.history and repr(again) == repr(result)
-    found = [each.flatness(samples=50, k=1, probes=3).spectrum.eigenvalues[0] for each in (again, result)]
+    found = [each.flatness(samples=50, k=1, products=6).spectrum.eigenvalues[0] for each in (again, result)]
     assert found[0] == found[1]
     with pytest.raises(RunError, match="federation was made in Python"):
         fedflat.Result.load(result.directory)

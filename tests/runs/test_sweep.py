@@ -539,3 +539,17 @@ def test_the_docs_count_the_runs_of_every_sweep_of_a_paper():
 
 def test_nested_tables_and_dotted_names_are_the_same_grid():
     assert flattened({"split": {"alpha": [1]}, "seed": [0]}) == flattened({"split.alpha": [1], "seed": [0]})
+
+
+def test_the_columns_of_a_spectrum_are_read_from_todays_files_and_from_those_of_0_1():
+    """0.1 wrote two estimates of the trace without intervals, and a ratio of any two numbers."""
+    old = {"trace": {"mean": 9.0, "error": 1.0}, "trace_plus_plus": {"mean": 8.0, "error": 2.0}}
+    new = {"trace": {"mean": 7.0, "error": 1.0, "low": 5.0, "high": 9.0}}
+    five = {"eigenvalues": [4.0, 3.0, 2.0, 1.5, 2.0]}
+    assert columns({"runs": [{"spectrum": old | five}]}) == {
+        "lambda1": 4.0, "trace": 8.0, "lambda5": 2.0, "lambda1/lambda5": 2.0,
+    }  # fmt: skip
+    found = columns({"runs": [{"spectrum": new | {"eigenvalues": [4.0, 3.0, 2.0, 1.5, -2.0]}}]})
+    assert found == {
+        "lambda1": 4.0, "trace": 7.0, "trace_low": 5.0, "trace_high": 9.0, "lambda5": -2.0, "lambda1/lambda5": None,
+    }  # fmt: skip

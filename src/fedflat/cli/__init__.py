@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from fedflat.cli import data, export, flatness, flower, methods, paths, personalize, report, run, sweep, watch
+from fedflat.cli import data, export, flatness, flower, gap, methods, paths, personalize, report, run, sweep, watch
 from fedflat.cli.app import app, complain
 from fedflat.errors import FedflatError
 
@@ -17,6 +17,7 @@ __all__ = [
     "export",
     "flatness",
     "flower",
+    "gap",
     "main",
     "methods",
     "paths",

@@ -1,4 +1,4 @@
-"""Commands that analyse the minima of finished runs: flatness, landscape, duality."""
+"""Commands that analyse the minima of finished runs: flatness and landscape."""
 
 from __future__ import annotations
 
@@ -13,12 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedflat.cli.app import JsonOption, TrustOption, app, out
+from fedflat.cli.geometry import (
+    By,
+    MatrixName,
+    WeightsName,
+    differences,
+    groups_of,
+    locality_of,
+    locality_record,
+    print_geometry,
+)
 from fedflat.progress import progress
+from fedflat.recipe import Recipe
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must not wait for it
-    from fedflat.federation.population import Federation
-    from fedflat.flatness import Curvature, Duality, Portion, Spectrum, Theory
-    from fedflat.local.rule import Batch
+    from fedflat.flatness import Curvature, Matrix, Portion, Spectrum, Theory, Weights
     from fedflat.rounds.client import Problem
 
 Runs = Annotated[list[Path], typer.Argument(help="directories of finished runs")]
@@ -52,16 +61,27 @@ def flatness(
     runs: Runs,
     k: Annotated[int, typer.Option(help="how many eigenvalues", min=1, max=100)] = 5,
     samples: Samples = 1000,
-    probes: Annotated[int, typer.Option(help="random probes of the traces", min=5)] = 12,
+    products: Annotated[
+        int, typer.Option("--products", "--probes", help="matrix products for a trace (--probes in 0.1)", min=6)
+    ] = 32,
+    relative_error: Annotated[
+        float | None, typer.Option(help="take more of them until the trace's interval is that narrow, such as 0.05")
+    ] = None,
+    matrix: Annotated[MatrixName, typer.Option(help="whose spectrum")] = MatrixName.hessian,
     rho: Annotated[float, typer.Option(help="radius of the sharpness measures", min=0)] = 0.05,
     adaptive_rho: Annotated[float, typer.Option(help="radius of the adaptive one", min=0)] = 0.5,
     layers: Annotated[bool, typer.Option("--layers", help="every layer, with its activations and MAN's bound")] = False,
+    by: Annotated[By, typer.Option(help="also λ1 and trace of the loss of each class or client")] = By.whole,
+    local: Annotated[bool, typer.Option("--local", help="each client's loss at w and at its own local model")] = False,
     theory: Annotated[bool, typer.Option("--theory", help="MAN's inequalities, layer by layer and by client")] = False,
     bias: Annotated[bool, typer.Option("--bias/--no-bias", help="whether a layer's block has its bias")] = True,
-    density: Annotated[int, typer.Option(help="Lanczos steps of the spectral density; 0 = none", min=0)] = 0,
+    density: Annotated[int, typer.Option(help="Lanczos steps of density and outliers; 0 = none", min=0)] = 0,
     federated: Annotated[
         bool, typer.Option("--federated", help="spectrum by the clients' products; with --layers each client's own")
     ] = False,
+    weights: Annotated[
+        WeightsName | None, typer.Option(help="of the clients, for --federated and --local; else the run's average")
+    ] = None,
     parameters: ParametersOption = Parameters.trained,
     seed: Seed = 0,
     picture: Picture = None,
@@ -70,8 +90,8 @@ def flatness(
 ) -> None:
     """Spectrum and trace of the Hessian, sharpness and norms of the global models of finished runs or checkpoints.
 
-    With --density and -o the density of the eigenvalues is drawn. The numbers go to RUN/flatness.json too, where
-    `fedflat report` finds them.
+    Runs that differ only in method and seed are compared by paired differences. With --density and -o the density of
+    the eigenvalues is drawn. The numbers go to RUN/flatness.json too, where `fedflat report` finds them.
     """
     from fedflat import flatness as flat
     from fedflat.errors import RecipeError
@@ -80,36 +100,59 @@ def flatness(
 
     if federated and theory:
         raise RecipeError("--theory compares the clients with the pooled samples; leave --federated out")
+    if weights and not (federated or local):
+        raise RecipeError("--weights is about the clients' losses: add --federated or --local")
     if picture and not density:
         raise RecipeError("-o draws the spectral density: say by --density with how many Lanczos steps, for example 80")
+    if relative_error is not None and not relative_error > 0:
+        raise RecipeError(f"--relative-error {relative_error}: it must be a positive number such as 0.05")
     portion, rows, densities = flat.Portion(samples, seed), list[dict[str, Any]](), dict[str, flat.Density]()
     theories, clients = dict[str, flat.Theory](), dict[str, list[flat.Curvature]]()
-    for run in _checked(runs):
+    groups, localities, recipes = dict[str, list[flat.GroupSpectrum]](), dict[str, flat.Locality](), list[Recipe]()
+    for run in checked(runs):
         with progress(f"{run}: measuring"):
             problem = load_run(run, parameters=parameters.value)
+            recipes.append(problem.recipe)
             if federated:
-                found, seen = _by_clients(problem, portion, k, probes, density)
+                asked = (k, products, density, relative_error)
+                found, seen = _by_clients(problem, portion, matrix.value, weights.value if weights else None, *asked)
                 if layers:
                     clients[str(run)] = flat.client_curvatures(problem, portion, seed, bias)
                     found["clients"] = [asdict(each) for each in clients[str(run)]]
             else:
-                whole = flat.measure(portion.pooled(problem), k, probes, rho, adaptive_rho, layers, density, seed, bias)
-                found, seen = asdict(whole), whole.spectrum
+                whole = flat.measure(
+                    portion.pooled(problem), k, products, rho, adaptive_rho, layers, density, seed, bias,
+                    matrix.value, relative_error,
+                )  # fmt: skip
+                found, seen = whole.record(), whole.spectrum
             if theory:
                 theories[str(run)] = flat.theory(problem, portion, seed, bias)
                 found["theory"] = _with_sums(theories[str(run)])
+            if some := groups_of(problem, portion, by, matrix, products, seed):
+                groups[str(run)], found["groups"] = some, [asdict(each) for each in some]
+            if local:
+                localities[str(run)] = locality_of(problem, portion, rho, weights, seed)
+                found["local"] = locality_record(localities[str(run)])
         if seen.density:
             densities[str(run)] = seen.density
-        found["spectrum"] = {**asdict(seen), "ratio": seen.ratio}
-        rows.append({"run": str(run), "method": problem.recipe.method, **found})
+        named = {"run": str(run), "method": problem.recipe.method, "seed": problem.recipe.seed}
+        rows.append({**named, "classes": problem.federation.dataset.classes, **found})
         if not federated:
             _keep(run, rows[-1])
+    compared = differences(rows, recipes)
     if picture:
         draw_density(densities, picture)
     if as_json:
-        print_json({"measured": MEASURED.format(samples=rows[0]["samples"]), "k": k, "bias": bias, "runs": rows})
+        told = {"measured": _measured(rows), "k": k, "bias": bias, "matrix": matrix.value, "runs": rows}
+        print_json(told | ({"differences": [asdict(each) for each in compared]} if compared else {}))
         return
     _print_tables(rows, theories, clients, bias)
+    print_geometry(groups, localities, compared, matrix)
+
+
+def _measured(rows: list[dict[str, Any]]) -> str:
+    """What was measured, with the number of samples or the range of it over the runs."""
+    return MEASURED.format(samples=span_of(rows, "samples"))
 
 
 def _keep(run: Path, row: dict[str, Any]) -> None:
@@ -119,11 +162,18 @@ def _keep(run: Path, row: dict[str, Any]) -> None:
     kept = {name: value for name, value in row.items() if name not in ("run", "theory", "clients")}
     place = beside(run, "flatness.json")
     with written_to(place, "make room, then measure again"):
-        write_whole(place, json.dumps(_plain(kept), indent=2).encode() + b"\n")
+        write_whole(place, json.dumps(plain(kept), indent=2).encode() + b"\n")
 
 
 def _by_clients(
-    problem: Problem, portion: Portion, k: int, probes: int, density: int
+    problem: Problem,
+    portion: Portion,
+    matrix: Matrix,
+    weights: Weights | None,
+    k: int,
+    products: int,
+    density: int,
+    relative_error: float | None,
 ) -> tuple[dict[str, Any], Spectrum]:
     """Compute the spectrum from products that the clients compute."""
     from fedflat.flatness import FederatedHessian, HessianProduct, spectrum
@@ -131,9 +181,10 @@ def _by_clients(
     from fedflat.runs.build import start_engine
 
     state = first_state(problem)
-    with closing(start_engine(problem, state, HessianProduct(portion))) as engine:
-        operator = FederatedHessian(engine, state, problem, portion)
-        return {"samples": operator.samples}, spectrum(operator, k, probes, steps=density, seed=portion.seed)
+    with closing(start_engine(problem, state, HessianProduct(portion, matrix))) as engine:
+        operator = FederatedHessian(engine, state, problem, portion, weights, matrix)
+        found = spectrum(operator, k, products, 1e-3, density, portion.seed, relative_error)
+    return {"samples": operator.samples, "weights": operator.weights, "spectrum": found.record()}, found
 
 
 def _with_sums(found: Theory) -> dict[str, Any]:
@@ -147,9 +198,12 @@ def _print_tables(
     from fedflat.report.flatness_table import flatness_table, layer_table
     from fedflat.report.theory_table import client_table, theory_table
 
-    measured, methods = MEASURED.format(samples=rows[0]["samples"]), [row["method"] for row in rows]
+    measured, methods = _measured(rows), [row["method"] for row in rows]
     blocks = f"{measured}; a layer's block is its weight{' and bias' if bias else ' alone'}"
-    what = "Hessian, sharpness and norms" if "loss" in rows[0] else "Hessian, by products of the clients"
+    name = {"hessian": "Hessian", "ggn": "Gauss–Newton matrix", "fisher": "Fisher matrix"}[
+        rows[0]["spectrum"]["matrix"]
+    ]
+    what = f"{name}, sharpness and norms" if "loss" in rows[0] else f"{name}, by products of the clients"
     out.print(flatness_table(rows, f"{what}: {measured}"))
     for row in rows:
         if row.get("layers"):
@@ -186,118 +240,47 @@ def landscape(
 
     if not 0 < span < math.inf:
         raise RecipeError(f"--span {span}: it must be a positive number")
-    found = {}
-    for run in _checked(runs):
+    found, counts = {}, list[dict[str, Any]]()
+    for run in checked(runs):
         problem = load_run(run, parameters=parameters.value)
         objective = Portion(samples, seed).pooled(problem)
+        counts.append({"samples": objective.samples})
         with progress(str(run)):
             found[str(run)] = walk(objective, plane.value, span, points, dimensions, seed)
         found[str(run)].save(beside(run, f"landscape-{plane.value}.npz"))
-    header = (
-        f"{MEASURED.format(samples=objective.samples)} on the {plane.value} {'line' if dimensions == 1 else 'plane'}"
-    )
+    header = f"{_measured(counts)} on the {plane.value} {'line' if dimensions == 1 else 'plane'}"
     if picture:
         from fedflat.flatness.terrain import draw_landscapes
 
         draw_landscapes(found, picture)
     if as_json:
         runs_found = [
-            {"run": name, "centre": f.centre, "rise": f.rise, "axes": f.axes.tolist(), "values": f.values.tolist()}
-            for name, f in found.items()
+            {
+                "run": name,
+                **count,
+                "centre": f.centre,
+                "rise": f.rise,
+                "axes": f.axes.tolist(),
+                "values": f.values.tolist(),
+            }
+            for (name, f), count in zip(found.items(), counts, strict=True)
         ]
         print_json({"measured": header, "plane": plane.value, "span": span, "runs": runs_found})
         return
     from fedflat.report.flatness_table import landscape_table
 
-    out.print(landscape_table(found, header, span))
+    out.print(landscape_table(found, [count["samples"] for count in counts], header, span))
     if picture:
         out.print(f"drawn to {picture}", markup=False, highlight=False)
 
 
-@app.command()
-def duality(
-    runs: Runs,
-    layer: Annotated[
-        list[str] | None, typer.Option(help="layer by name, again for more; else every linear one")
-    ] = None,
-    k: Annotated[int, typer.Option(help="directions of a layer too large for a full basis", min=1)] = 50,
-    pairs: Annotated[int, typer.Option(help="pairs of each pairing at most; 0 = all", min=0)] = 1000,
-    samples: Annotated[
-        int, typer.Option(help="training samples: of the gap, the pairs and the Hessian; 0 = all", min=0)
-    ] = 4000,
-    test_samples: Annotated[int, typer.Option(help="test samples: of the gap and the pairs; 0 = all", min=0)] = 0,
-    parameters: ParametersOption = Parameters.trained,
-    seed: Seed = 0,
-    picture: Picture = None,
-    trust: TrustOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Activity–weight duality: which directions of a layer carry the generalisation gap of finished runs.
-
-    Shows the gap between test and training loss beside both pairings: each training sample with its nearest test
-    sample of the same class (the paper's), and each test sample with its nearest training sample (the authors' demo).
-    """
-    from torch import nn
-
-    from fedflat.flatness import layers_of
-    from fedflat.flatness.duality import decompose as analyse
-    from fedflat.runs.build import load_run
-
-    rows, results = list[dict[str, Any]](), {}
-    for run in _checked(runs):
-        problem = load_run(run, parameters=parameters.value)
-        module = problem.network.module
-        train, test = _halves(problem.federation, samples, test_samples, seed)
-        for name in layer or [n for n in layers_of(module) if isinstance(module.get_submodule(n), nn.Linear)]:
-            with progress(f"{run}: {name}"):
-                result = analyse(module, problem.loss, train, test, name, k, pairs, samples=0, seed=seed)
-            results[f"{run} {name}"] = result
-            rows.append({"run": str(run), "method": problem.recipe.method, **_duality_row(result)})
-    header = (
-        f"generalisation gap of {len(train[1])} training and {len(test[1])} test samples beside that of their pairs, "
-        "in the eigenbasis of each layer's Hessian"
-    )
-    if picture:
-        from fedflat.flatness.dual import draw_duality
-
-        draw_duality(results, picture)
-    if as_json:
-        print_json({"measured": header, "layers": rows})
-        return
-    from fedflat.report.flatness_table import duality_table
-
-    out.print(duality_table(results, header))
-    if picture:
-        out.print(f"drawn to {picture}", markup=False, highlight=False)
+def span_of(rows: list[dict[str, Any]], field: str) -> str:
+    """A count, or the range of it over the runs."""
+    counts = sorted({row[field] for row in rows})
+    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
 
 
-def _halves(federation: Federation, samples: int, test_samples: int, seed: int) -> tuple[Batch, Batch]:
-    """Training samples of all clients, and test samples; 0 means all."""
-    import torch
-
-    from fedflat.flatness import Portion
-    from fedflat.flatness.pairing import drawn
-
-    parts = Portion(samples, seed).batches(federation, range(federation.clients))
-    inputs, labels = zip(*parts, strict=True)
-    test = federation.held_out("test", 0, federation.size("test"))
-    some = drawn(torch.arange(len(test[1])), test_samples, seed)
-    return (torch.cat(inputs), torch.cat(labels)), (test[0][some], test[1][some])
-
-
-def _duality_row(result: Duality) -> dict[str, Any]:
-    """All numbers of a layer, including derived ones."""
-    named = ("remainder", "fluctuation", "drift", "envelope", "size", "sharpness", "participation")
-    pairings = {
-        direction: asdict(found)
-        | {name: getattr(found, name) for name in named}
-        | {"correlations": asdict(found.correlations)}
-        for direction, found in result.pairings.items()
-    }
-    return {**asdict(result), "gap": result.gap, "pairings": pairings}
-
-
-def _checked(runs: list[Path]) -> list[Path]:
+def checked(runs: list[Path]) -> list[Path]:
     """Check that all runs can be read before anything is measured."""
     from fedflat.runs.build import load_run
 
@@ -308,15 +291,15 @@ def _checked(runs: list[Path]) -> list[Path]:
 
 def print_json(content: dict[str, Any]) -> None:
     """Print numbers, tensors and arrays as JSON."""
-    print(json.dumps(_plain(content), indent=2))
+    print(json.dumps(plain(content), indent=2))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Convert to JSON types: lists for tensors, null for numbers that are not finite."""
     if isinstance(value, dict):
-        return {name: _plain(entry) for name, entry in value.items()}
+        return {name: plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,16 +1,30 @@
 """Flatness of a minimum: curvature, sharpness, norms, loss landscapes and activity–weight duality."""
 
 from fedflat.flatness.activities import layers_of
+from fedflat.flatness.comparison import Difference, Measurement, paired_differences
 from fedflat.flatness.door import Door, objective_of, of_model
 from fedflat.flatness.dual import binned, correlations, draw_duality
 from fedflat.flatness.duality import Duality, Pairing, decompose
-from fedflat.flatness.federated import FederatedHessian, HessianProduct, Portion
+from fedflat.flatness.federated import FederatedHessian, HessianProduct, Portion, Weights
 from fedflat.flatness.film import Film, film
-from fedflat.flatness.hessian import Eigen, GaussNewton, Hessian, Operator, Trace, top_eigenvalues, trace
+from fedflat.flatness.groups import GroupSpectrum, by_class, by_client, weighted
+from fedflat.flatness.hessian import (
+    MATRICES,
+    Eigen,
+    Fisher,
+    GaussNewton,
+    Hessian,
+    Matrix,
+    Operator,
+    matrix_of,
+    top_eigenvalues,
+)
 from fedflat.flatness.interpolation import Interpolation, interpolate
+from fedflat.flatness.intervals import Interval, hall, student
 from fedflat.flatness.lab import Comparison, Sharpness, compare, duality, load, look, sharpness
 from fedflat.flatness.landscape import Landscape, eigen_plane, filter_normalised, landscape
 from fedflat.flatness.layers import Activity, LayerFlatness, layers
+from fedflat.flatness.locality import ClientFlatness, Locality, Place, locality
 from fedflat.flatness.matching import Matching, match
 from fedflat.flatness.measure import Flatness, Spectrum, measure, spectrum
 from fedflat.flatness.norms import Capacity, LayerNorm, capacity, layer_norms, weight_norm
@@ -21,7 +35,7 @@ from fedflat.flatness.samples import batches_of
 from fedflat.flatness.scale import Scaled, ScaleTest, scale_test
 from fedflat.flatness.sharpness import AverageSharpness, adaptive_sharpness, ascent_sharpness, average_sharpness
 from fedflat.flatness.spectral import draw_densities, draw_density, draw_eigenvalues
-from fedflat.flatness.spectrum import Density, density, hutch_plus_plus, quadrature
+from fedflat.flatness.spectrum import Density, Outliers, density, outliers, quadrature
 from fedflat.flatness.symmetry import Hidden, hidden_layers, permuted, rescaled
 from fedflat.flatness.terrain import (
     Scale,
@@ -42,38 +56,50 @@ from fedflat.flatness.theory import (
     over,
     theory,
 )
+from fedflat.flatness.traces import Trace, trace
 from fedflat.flatness.track import LocalRound, Trajectory, trajectory
 
 __all__ = [
     "DIRECTIONS",
+    "MATRICES",
     "Activity",
     "AverageSharpness",
     "BlockCurvature",
     "Capacity",
+    "ClientFlatness",
     "Comparison",
     "Curvature",
     "Density",
+    "Difference",
     "Direction",
     "Door",
     "Duality",
     "Eigen",
     "FederatedHessian",
     "Film",
+    "Fisher",
     "Flatness",
     "GaussNewton",
+    "GroupSpectrum",
     "Hessian",
     "HessianProduct",
     "Hidden",
     "Interpolation",
+    "Interval",
     "Landscape",
     "LayerFlatness",
     "LayerNorm",
     "LocalRound",
+    "Locality",
     "Matching",
+    "Matrix",
+    "Measurement",
     "Objective",
     "Operator",
+    "Outliers",
     "Pairing",
     "Pairs",
+    "Place",
     "Plane",
     "Portion",
     "Scale",
@@ -84,11 +110,14 @@ __all__ = [
     "Theory",
     "Trace",
     "Trajectory",
+    "Weights",
     "adaptive_sharpness",
     "ascent_sharpness",
     "average_sharpness",
     "batches_of",
     "binned",
+    "by_class",
+    "by_client",
     "capacity",
     "check_comparable",
     "client_curvatures",
@@ -109,21 +138,25 @@ __all__ = [
     "eigen_plane",
     "film",
     "filter_normalised",
+    "hall",
     "hidden_layers",
-    "hutch_plus_plus",
     "interpolate",
     "landscape",
     "layer_norms",
     "layers",
     "layers_of",
     "load",
+    "locality",
     "look",
     "match",
+    "matrix_of",
     "mean_over",
     "measure",
     "objective_of",
     "of_model",
+    "outliers",
     "over",
+    "paired_differences",
     "pairs",
     "permuted",
     "plane_through",
@@ -134,10 +167,12 @@ __all__ = [
     "sharpness",
     "spectrum",
     "steep",
+    "student",
     "surface",
     "theory",
     "top_eigenvalues",
     "trace",
     "trajectory",
     "weight_norm",
+    "weighted",
 ]

@@ -1,19 +1,23 @@
-"""The Hessian of the mean loss over fixed samples in evaluation mode: products, top eigenvalues and trace."""
+"""The Hessian of the mean loss over fixed samples in evaluation mode, its relatives, and their top eigenvalues."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fedflat.errors import RecipeError, nearest
 from fedflat.flatness.graphs import KEPT_BYTES, Graphs
 from fedflat.flatness.lanczos import NotFiniteError, largest
 from fedflat.flatness.objective import Objective
-from fedflat.progress import track
+
+Matrix = Literal["hessian", "ggn", "fisher"]
+MATRICES: tuple[Matrix, ...] = get_args(Matrix)
 
 
 class Operator(Protocol):
@@ -46,6 +50,8 @@ class Hessian:
     10.0
     """
 
+    matrix: Matrix = "hessian"
+
     def __init__(self, objective: Objective, memory: int = KEPT_BYTES) -> None:
         self.objective = objective
         self.products = 0
@@ -71,9 +77,45 @@ class GaussNewton(Hessian):
     convex in z, such as cross-entropy, G is positive semidefinite.
     """
 
+    matrix: Matrix = "ggn"
+
     def __matmul__(self, vector: Tensor) -> Tensor:
         self.products += 1
         return self.objective.gauss_newton(vector, self._graphs)
+
+
+class Fisher(GaussNewton):
+    """The Fisher matrix F = E_x E_{y∼p(·|x)}[∇log p(y|x) ∇log p(y|x)ᵀ], over the model's own labels y.
+
+    p is softmax(z) for class labels and a normal distribution of mean z and unit variance for real ones. Then
+    E_y[∇_z log p ∇_z log pᵀ] = −E_y[∇²_z log p] is diag(p) − ppᵀ or I. This does not depend on y, so the expectation
+    over the labels is exact: F is the Gauss–Newton matrix of the negative log-likelihood, whatever loss was trained.
+    For cross-entropy F = G.
+    """
+
+    matrix: Matrix = "fisher"
+
+    def __init__(self, objective: Objective, memory: int = KEPT_BYTES) -> None:
+        names = list(objective.layout.shapes)
+        super().__init__(Objective(objective.module, _likelihood, objective.batches, names), memory)
+
+
+def _likelihood(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The mean of −log p over the predictions, up to a constant."""
+    if labels.is_floating_point():
+        return 0.5 * (outputs - labels).square().sum() / len(labels)
+    return F.cross_entropy(outputs, labels)
+
+
+def matrix_of(objective: Objective, matrix: Matrix = "hessian") -> Hessian:
+    """The Hessian ("hessian"), the Gauss–Newton matrix ("ggn") or the Fisher matrix ("fisher") of an objective.
+
+    Raises:
+        RecipeError: there is no such matrix.
+    """
+    if matrix not in MATRICES:
+        raise RecipeError(f"matrix = {matrix!r} is unknown; {nearest(str(matrix), MATRICES)}")
+    return {"hessian": Hessian, "ggn": GaussNewton, "fisher": Fisher}[matrix](objective)
 
 
 @dataclass(frozen=True)
@@ -86,9 +128,24 @@ class Eigen:
     products: int
 
     @property
-    def ratio(self) -> float:
-        """λ₁/λ_k."""
-        return float(self.values[0] / self.values[-1])
+    def ratio(self) -> float | None:
+        """λ₁/λ_k; None unless both are positive."""
+        return ratio(self.values.tolist())[0]
+
+
+def ratio(values: Sequence[float]) -> tuple[float | None, str]:
+    """λ₁/λ_k of eigenvalues in descending order, or None and the reason why there is no such ratio.
+
+    >>> ratio([6.0, 3.0]), ratio([6.0, -2.0])
+    ((2.0, ''), (None, 'λ2 = -2 is not positive'))
+    """
+    for place in (1, len(values)):
+        value = values[place - 1]
+        if not math.isfinite(value):
+            return None, f"λ{place} is not finite"
+        if value <= 0:
+            return None, f"λ{place} = {value:.3g} is not positive"
+    return values[0] / values[-1], ""
 
 
 def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed: int = 0) -> Eigen:
@@ -115,32 +172,3 @@ def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed
         values = torch.full((k,), math.nan, dtype=hessian.dtype)
         vectors, residuals = torch.eye(k, hessian.size, dtype=hessian.dtype), values
     return Eigen(values, vectors, residuals, hessian.products - before)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """An estimate of tr H with its standard error."""
-
-    mean: float
-    error: float
-    products: int
-
-
-def signs(operator: Operator, chance: torch.Generator) -> Tensor:
-    """A probe vector of independent random signs ±1."""
-    return torch.randint(0, 2, (operator.size,), generator=chance).to(operator.dtype).mul_(2).sub_(1)
-
-
-def trace(hessian: Operator, probes: int = 30, seed: int = 0) -> Trace:
-    """Hutchinson's estimate of tr H: the mean of zᵀ H z over `probes` vectors z of independent random signs.
-
-    Returns:
-        The estimate. Its standard error is NaN for a single probe.
-    """
-    chance = torch.Generator().manual_seed(seed)
-    samples = []
-    for _ in track(range(probes), "trace"):
-        z = signs(hessian, chance)
-        samples.append(float(z @ (hessian @ z).cpu()))
-    spread = float(np.std(samples, ddof=1)) if probes > 1 else math.nan
-    return Trace(float(np.mean(samples)), spread / math.sqrt(probes), probes)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from fedflat.drawing import COLOURS
 from fedflat.errors import DataError, RecipeError
 from fedflat.flatness.activities import layers_of
+from fedflat.flatness.comparison import Difference, Measurement, paired_differences
 from fedflat.flatness.door import objective_of, of_model
 from fedflat.flatness.duality import Duality, decompose
 from fedflat.flatness.landscape import Landscape
@@ -26,6 +28,7 @@ from fedflat.progress import track
 from fedflat.shown import Shown
 
 look = of_model(measure)
+Compared = nn.Module | Flatness
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,6 +42,8 @@ class Sharpness(Shown):
     ascent: float
     average: float
     average_error: float
+    average_low: float
+    average_high: float
     adaptive: float
 
     def caption(self) -> str:
@@ -47,7 +52,9 @@ class Sharpness(Shown):
     def rows(self) -> list[dict[str, Any]]:
         return [
             quantity(f"one ascent, ρ = {self.rho:g}", self.ascent),
-            quantity(f"average, ρ = {self.rho:g}", self.average, self.average_error),
+            quantity(
+                f"average, ρ = {self.rho:g}", self.average, self.average_error, self.average_low, self.average_high
+            ),
             quantity(f"adaptive (scale-invariant), ρ = {self.adaptive_rho:g}", self.adaptive),
         ]
 
@@ -81,6 +88,8 @@ def sharpness(
         ascent=ascent_sharpness(objective, rho),
         average=average.mean,
         average_error=average.error,
+        average_low=average.low,
+        average_high=average.high,
         adaptive=adaptive_sharpness(objective, adaptive_rho),
     )
 
@@ -137,39 +146,58 @@ def _whole(data: Any, samples: int, batch: int, seed: int, collate: Collate | No
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """The flatness of several models on the same samples, by name."""
+    """The flatness of several models on the same samples: by name, with an entry for each seed."""
 
-    found: dict[str, Flatness]
+    found: dict[str, list[Flatness]]
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The paired differences of every model to the first one; the n-th entries of two models share a seed."""
+        rows = [Measurement(name, n, each.numbers) for name, many in self.found.items() for n, each in enumerate(many)]
+        return paired_differences(rows) if len(self.found) > 1 else []
 
     def caption(self) -> str:
-        samples = {each.samples for each in self.found.values()}
-        return f"Flatness of {len(self.found)} models, over {' or '.join(f'{n:,}' for n in sorted(samples))} samples"
+        samples = {each.samples for many in self.found.values() for each in many}
+        seeds = max(map(len, self.found.values()))
+        means = f"; means over {seeds} seeds, paired differences with 95 % intervals" if seeds > 1 else ""
+        counts = " or ".join(f"{n:,}" for n in sorted(samples))
+        return f"Flatness of {len(self.found)} models, over {counts} samples{means}"
 
     def rows(self) -> list[dict[str, Any]]:
-        columns = {name: {row["quantity"]: row["value"] for row in each.rows()} for name, each in self.found.items()}
-        quantities = {each: None for column in columns.values() for each in column}
-        return [{"quantity": each, **{name: c.get(each) for name, c in columns.items()}} for each in quantities]
+        """A row for each measure. With one seed a difference has no interval."""
+        columns = {name: _means(many) for name, many in self.found.items()}
+        rows: dict[str, dict[str, Any]] = {
+            each: {"quantity": each, **{name: column[each] for name, column in columns.items()}}
+            for each in next(iter(columns.values()))
+        }
+        for each in self.differences:
+            title = f"{each.method} − {each.reference}"
+            rows[each.measure].update({title: each.mean, f"{title}, low": each.low, f"{title}, high": each.high})
+        return [*rows.values()]
 
     def draw(self, axes: Any) -> None:
         """Bars of λ1, the trace and the adaptive sharpness, each relative to the first model."""
-        numbers = {
-            name: (each.spectrum.eigenvalues[0], each.spectrum.trace_plus_plus.mean, each.adaptive_sharpness)
-            for name, each in self.found.items()
-        }
-        first = next(iter(numbers.values()))
-        width = 0.8 / len(numbers)
-        for place, (name, values) in enumerate(numbers.items()):
-            heights = [value / base if base else float("nan") for value, base in zip(values, first, strict=True)]
-            at = [n + (place - (len(numbers) - 1) / 2) * width for n in range(len(first))]
+        drawn = {"lambda1": "λ1", "trace": "trace", "adaptive_sharpness": "adaptive sharpness"}
+        columns = {name: _means(many) for name, many in self.found.items()}
+        first = next(iter(columns.values()))
+        width = 0.8 / len(columns)
+        for place, (name, column) in enumerate(columns.items()):
+            heights = [column[each] / first[each] if first[each] else float("nan") for each in drawn]
+            at = [n + (place - (len(columns) - 1) / 2) * width for n in range(len(drawn))]
             axes.bar(at, heights, width, label=name, color=COLOURS[place % len(COLOURS)])
-        axes.set_xticks(range(len(first)), ["λ1", "trace", "adaptive sharpness"])
-        axes.set(ylabel=f"relative to {next(iter(numbers))}")
+        axes.set_xticks(range(len(drawn)), drawn.values())
+        axes.set(ylabel=f"relative to {next(iter(columns))}")
         axes.grid(alpha=0.3, axis="y")
         axes.legend(frameon=False)
 
 
+def _means(many: Sequence[Flatness]) -> dict[str, float]:
+    """The mean of each measure over the seeds."""
+    return {name: fmean(each.numbers[name] for each in many) for name in many[0].numbers}
+
+
 def compare(
-    models: Mapping[str, nn.Module | Flatness] | Sequence[nn.Module | Flatness],
+    models: Mapping[str, Compared | Sequence[Compared]] | Sequence[Compared],
     data: Any = None,
     loss: Loss | None = None,
     *,
@@ -180,6 +208,9 @@ def compare(
     **options: Any,
 ) -> Comparison:
     """Measures several models on the same samples.
+
+    With a list of models for each name, one for each seed, the differences between names are paired by seed and come
+    with 95 % intervals.
 
     Args:
         models: the models by name, or in a list. A `Flatness` that was measured before is taken as it is.
@@ -195,16 +226,16 @@ def compare(
         RecipeError: there is no model.
     """
     named = dict(models) if isinstance(models, Mapping) else {f"model {n}": m for n, m in enumerate(models, start=1)}
-    if not named:
+    many = {name: [each] if isinstance(each, nn.Module | Flatness) else [*each] for name, each in named.items()}
+    if not many or not all(many.values()):
         raise RecipeError("compare: there is no model to look at")
-    waiting = any(not isinstance(model, Flatness) for model in named.values())
+    waiting = any(not isinstance(model, Flatness) for each in many.values() for model in each)
     fixed = batches_of(data, samples, batch, seed, collate) if waiting else []
-    found = {}
-    for name, model in track(named.items(), "models"):
-        if not isinstance(model, Flatness):
-            model = look(model, fixed, loss, samples=0, seed=seed, **options)
-        found[name] = model
-    return Comparison(found)
+
+    def looked(model: Compared) -> Flatness:
+        return model if isinstance(model, Flatness) else look(model, fixed, loss, samples=0, seed=seed, **options)
+
+    return Comparison({name: [looked(model) for model in each] for name, each in track(many.items(), "models")})
 
 
 def load(path: str | PathLike[str]) -> Shown:

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedflat.engine import keep_freed_memory
+from fedflat.errors import TrainingError
 from fedflat.flatness.graphs import Edge, Graph, Graphs, edges, pullback
 from fedflat.local import Batch, Loss
 from fedflat.models import Layout, plain_output
@@ -54,6 +56,7 @@ class Objective:
         self.parameters = list(chosen.values())
         self.layout = Layout.of(chosen.items())
         self.samples = sum(len(labels) for _, labels in batches)
+        _refuse_infinite(module)
         self._counted = sum(counted(loss, labels) for _, labels in batches)
         keep_freed_memory()
 
@@ -166,3 +169,22 @@ class Objective:
 def flat(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenates tensors into one flat vector."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def batch_layer(module: nn.Module) -> str | None:
+    """The first layer that normalises with the statistics of the batch also in evaluation mode, if there is one.
+
+    In such a network the loss of a sample depends on the other samples of its batch.
+    """
+    layers = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm))
+    return next((name for name, layer in layers if layer.running_mean is None), None)
+
+
+def _refuse_infinite(module: nn.Module) -> None:
+    """Raises an error that names a parameter that is not finite: nothing can be measured there."""
+    for name, parameter in module.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise TrainingError(
+                f"{name}: holds weights that are not finite (NaN or infinite), so there is no flatness to measure; "
+                "the model has diverged"
+            )

@@ -1,53 +1,19 @@
-"""The spectrum of a symmetric operator from a few products: its trace by Hutch++ and its density by Lanczos."""
+"""The eigenvalue density of a symmetric operator from a few products, by Lanczos, and what stands out of its bulk."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from fedflat.errors import RecipeError
-from fedflat.flatness.hessian import Operator, Trace, signs
-from fedflat.progress import track
-
-
-def hutch_plus_plus(operator: Operator, products: int = 30, seed: int = 0) -> Trace:
-    """Estimates tr H with Hutch++ (Meyer, Musco, Musco and Woodruff, 2021).
-
-    A third of the products compute H S for random signs S. With Q an orthonormal basis of H S and P = I − QQᵀ,
-
-        tr H = tr QᵀHQ + tr PHP .
-
-    The first term is exact, the second is Hutchinson's mean of zᵀPHPz. So the part of the trace in a few large
-    eigenvalues has no variance; the Hessian of a trained network has this shape. Memory: 2/3 · products · d floats.
-
-    Args:
-        operator: the matrix H.
-        products: total number of products with H; at least 3, better 12 or more.
-        seed: seed of the random signs.
-
-    Returns:
-        The estimate, with the standard error of its random part.
-
-    Raises:
-        RecipeError: `products` is less than 3.
-    """
-    if products < 3:
-        raise RecipeError(f"hutch_plus_plus: products = {products} is too few; give at least 3 (better 12 or more)")
-    chance = torch.Generator().manual_seed(seed)
-    third = min(products // 3, operator.size)
-    sketch = torch.stack([operator @ signs(operator, chance) for _ in range(third)], dim=1)
-    basis = torch.linalg.qr(sketch).Q
-    exact = sum(float(q @ (operator @ q)) for q in basis.T)
-    rest = []
-    for _ in range(products - 2 * third):
-        z = signs(operator, chance)
-        z -= basis @ (basis.T @ z)
-        rest.append(float(z @ (operator @ z)))
-    mean, error = _mean(rest)
-    return Trace(exact + mean, error, products)
+from fedflat.flatness.hessian import Operator
+from fedflat.flatness.intervals import student
+from fedflat.flatness.krylov import krylov, ritz
+from fedflat.flatness.traces import Trace
 
 
 @dataclass(frozen=True)
@@ -65,13 +31,13 @@ class Density:
 
     def moment(self, power: int) -> float:
         """∫ tᵖ φ(t) dt, an estimate of (1/d) tr Hᵖ."""
-        return _mean(self._moments(power))[0]
+        return student(self._moments(power)).mean
 
     @property
     def trace(self) -> Trace:
-        """d times the first moment, with the standard error over the probes."""
-        mean, error = _mean(self._moments(1))
-        return Trace(self.size * mean, self.size * error, self.products)
+        """d times the first moment, with the 95 % interval over the probes (Student's t)."""
+        found = student([self.size * moment for moment in self._moments(1)])
+        return Trace(found.mean, found.error, self.products, found.low, found.high)
 
     def on(self, grid: Tensor, width: float) -> Tensor:
         """φ on a grid of points, with each peak replaced by a normal density of standard deviation `width`."""
@@ -113,8 +79,7 @@ def quadrature(operator: Operator, start: Tensor, steps: int) -> tuple[Tensor, T
     """The Gauss quadrature of a start vector, from the tridiagonal matrix of Lanczos.
 
     The nodes t and weights w satisfy Σ w p(t) = vᵀp(H)v, v = start/‖start‖, for each polynomial p of degree < 2·steps.
-    The basis is fully orthogonalised, twice; otherwise spurious copies of eigenvalues ("ghosts") appear. If the Krylov
-    space ends early there are fewer nodes, and the rule is exact for all functions.
+    If the Krylov space ends early there are fewer nodes, and the rule is exact for all functions.
 
     Args:
         operator: the matrix H.
@@ -132,38 +97,43 @@ def quadrature(operator: Operator, start: Tensor, steps: int) -> tuple[Tensor, T
     >>> [round(x, 6) for x in t.tolist()], [round(x, 6) for x in w.tolist()]
     ([1.0, 2.0, 5.0], [0.333333, 0.333333, 0.333333])
     """
-    steps = min(steps, operator.size)
-    basis = torch.empty(steps, operator.size, dtype=operator.dtype)
-    basis[0] = start / start.norm()
-    alphas: list[float] = []
-    betas: list[float] = []
-    for step in track(range(steps), "Lanczos steps"):
-        w = operator @ basis[step]
-        alphas.append(float(w @ basis[step]))
-        for _ in range(2):
-            w = w - basis[: step + 1].T @ (basis[: step + 1] @ w)
-        beta = float(w.norm())
-        scale = max(map(abs, alphas + betas))
-        if step + 1 == steps or beta <= 10 * torch.finfo(operator.dtype).eps * scale:
-            break
-        betas.append(beta)
-        basis[step + 1] = w / beta
-    nodes, vectors = ritz(torch.tensor(alphas, dtype=torch.float64), torch.tensor(betas, dtype=torch.float64))
+    found = krylov(operator, start, steps)
+    nodes, vectors = ritz(found.alphas, found.betas)
     return nodes, vectors[0].square()
 
 
-def ritz(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues in ascending order and eigenvectors (columns) of one tridiagonal matrix or a batch of them.
+@dataclass(frozen=True)
+class Outliers:
+    """The eigenvalues that stand out above the bulk, in descending order, and the upper edge of the bulk."""
 
-    >>> ritz(torch.tensor([2.0, 2.0]), torch.tensor([1.0]))[0].tolist()
-    [1.0, 3.0]
+    values: list[float]
+    edge: float
+
+    @property
+    def count(self) -> int:
+        return len(self.values)
+
+
+def outliers(found: Density, factor: float = 3.0) -> Outliers:
+    """The eigenvalues above the bulk of a density, by the gaps between the nodes of its first probe.
+
+    The nodes θ₁ > θ₂ > … of Lanczos fill the bulk densely, and each eigenvalue that stands apart gets one node of its
+    own. Of the gaps θⱼ − θⱼ₊₁ above the median of the density, the lower half is taken for those of the bulk. Of the
+    others, the lowest one that is `factor` times as wide as every gap below it separates the outliers from the bulk,
+    whose edge is the node below that gap. Without such a gap there are no outliers: then the spectrum falls off
+    smoothly. More Lanczos steps resolve smaller gaps; take at least five for each outlier that is expected.
+
+    For a classifier of K classes, K − 1 outliers are typical of a trained network (Sagun et al. 2017, Papyan 2020).
+
+    Args:
+        found: the density.
+        factor: how many times wider than the gaps of the bulk the separating gap must be.
     """
-    values, vectors = torch.linalg.eigh(torch.diag_embed(alphas) + torch.diag_embed(betas, offset=-1))
-    return values, vectors
-
-
-def _mean(samples: list[float]) -> tuple[float, float]:
-    """The mean and its standard error, which is NaN for a single sample."""
-    values = torch.tensor(samples, dtype=torch.float64)
-    error = float(values.std()) / math.sqrt(len(samples)) if len(samples) > 1 else math.nan
-    return float(values.mean()), error
+    nodes, weights = found.nodes[0].flip(0), found.weights[0].flip(0)
+    above = int((weights.cumsum(0) < 0.5).sum()) + 1  # the nodes down to the median
+    top = nodes[:above].tolist()
+    gaps = [a - b for a, b in pairwise(top)]
+    for place in reversed(range(len(gaps) // 2)):
+        if gaps[place] > factor * max(gaps[place + 1 :]):
+            return Outliers(top[: place + 1], top[place + 1])
+    return Outliers([], top[0])

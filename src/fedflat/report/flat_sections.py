@@ -11,6 +11,7 @@ from scipy.stats import t as student
 from fedflat.flatness import Landscape
 from fedflat.report import figures
 from fedflat.report.flatness_table import duality_columns, flatness_cells, headline
+from fedflat.report.geometry_table import locality_cells
 from fedflat.report.markup import Canvas, Section, film_control, form_button, grid, heading, paragraph, section, table
 from fedflat.report.measured import OVER, Row
 from fedflat.report.sections import Content
@@ -100,7 +101,6 @@ def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
     rows = {place: next(iter(each.values())) for place, each in content.flatness.items()}
     columns = {content.name(place): flatness_cells(row) for place, row in rows.items()}
     by_layer = {content.name(k): (k, each.flatness.layers) for k, each in content.measured.items()}
-    samples = next(iter(rows.values()))["samples"]
     plots = (
         []
         if not by_layer
@@ -112,8 +112,11 @@ def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
             )
         )
     )
-    note = f"The first seed of each line; mean loss over {samples} training samples in evaluation mode."
-    blocks = (_differences(content), heading("All measures"), _beside("Flatness", columns), grid(plots))
+    note = "The first seed of each line; mean loss over training samples in evaluation mode. Intervals are of 95 %."
+    blocks = [_differences(content), heading("All measures"), _beside("Flatness", columns), grid(plots)]
+    local = {content.name(k): locality_cells(each.locality) for k, each in content.measured.items() if each.locality}
+    if local:
+        blocks += [heading("Local against global flatness"), _beside("Local against global flatness", local)]
     return section("flatness", "Flatness of the minima", note, *blocks)
 
 

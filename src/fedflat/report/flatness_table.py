@@ -10,6 +10,8 @@ from rich.table import Table
 
 from fedflat.flatness import Direction, Duality, Landscape, Pairing
 
+PRODUCTS = {"ggn": "Gauss–Newton", "fisher": "Fisher"}
+
 
 def flatness_table(rows: Sequence[Mapping[str, Any]], measured: str) -> Table:
     """The spectrum and trace of each run and, unless the Hessian was federated, its sharpness and norms.
@@ -18,28 +20,34 @@ def flatness_table(rows: Sequence[Mapping[str, Any]], measured: str) -> Table:
         rows: the flatness record of each run.
         measured: the title, which says what was measured.
     """
-    return _side_by_side(measured, {f"{row['run']}\n{bare(row['method'])}": flatness_cells(row) for row in rows})
+    return side_by_side(measured, {f"{row['run']}\n{bare(row['method'])}": flatness_cells(row) for row in rows})
 
 
 def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
     """The cells of one run's column, by row name."""
     spectrum = row["spectrum"]
     values, residual = spectrum["eigenvalues"], max(spectrum["residuals"])
+    missing = f"– ({spectrum.get('ratio_missing')})"
     cells = {
+        "samples": str(row["samples"]),
         "λ1": f"{values[0]:.4g}",
         **({"sharpness, adaptive (scale-invariant)": f"{row['adaptive_sharpness']:.3g}"} if "loss" in row else {}),
-        f"λ1/λ{len(values)}": f"{spectrum['ratio']:.3g}",
+        f"λ1/λ{len(values)}": missing if spectrum["ratio"] is None else f"{spectrum['ratio']:.3g}",
         "‖Hv−λv‖/λ1, largest": f"{residual / abs(values[0]):.0e}" if values[0] else "–",
-        "trace (Hutchinson)": _estimate(spectrum["trace"]),
-        "trace (Hutch++)": _estimate(spectrum["trace_plus_plus"]),
-        "Hessian products": str(spectrum["products"]),
+        "trace [95 %]": _estimate(spectrum["trace"]),
+        f"{PRODUCTS.get(spectrum.get('matrix'), 'Hessian')} products": str(spectrum["products"]),
     }
+    if found := spectrum.get("outliers"):
+        beside = f" (K − 1 = {row['classes'] - 1})" if "classes" in row else ""
+        cells |= {f"outliers{beside}": f"{len(found['values'])} above {found['edge']:.3g}"}
     if "loss" not in row:
         return cells | {"MB sent": f"{spectrum['bytes'] / 1e6:,.0f}"}
     return cells | {
         "loss": f"{row['loss']:.4g}",
         "sharpness, one ascent": f"{row['ascent_sharpness']:.3g}",
-        "sharpness, average": f"{row['average_sharpness']:.2g} ± {row['average_sharpness_error']:.1g}",
+        "sharpness, average [95 %]": estimate(
+            row["average_sharpness"], row["average_sharpness_low"], row["average_sharpness_high"], digits=3
+        ),
         "‖w‖": f"{row['weight_norm']:.4g}",
         "capacity, log10 V_L": f"{row['log10_capacity']:.2f}",
     }
@@ -48,7 +56,7 @@ def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
 def headline(row: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
     """λ₁, the trace and the scale-invariant adaptive sharpness of one run; the trace with half of its 95 % interval."""
     spectrum = row["spectrum"]
-    trace = spectrum.get("trace_plus_plus") or spectrum["trace"]
+    trace = spectrum["trace"]
     half = (float(trace["high"]) - float(trace["low"])) / 2 if "high" in trace else 2 * float(trace["error"])
     return {
         "lambda1": (float(spectrum["eigenvalues"][0]), None),
@@ -58,7 +66,16 @@ def headline(row: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
 
 
 def _estimate(trace: Mapping[str, Any]) -> str:
-    return f"{trace['mean']:.4g} ± {trace['error']:.2g}"
+    return estimate(trace["mean"], trace["low"], trace["high"])
+
+
+def estimate(mean: float, low: float, high: float, digits: int = 4) -> str:
+    """A mean with its 95 % interval.
+
+    >>> estimate(12.345, 11.0, 13.0)
+    '12.35 [11, 13]'
+    """
+    return f"{mean:.{digits}g} [{low:.{digits}g}, {high:.{digits}g}]"
 
 
 def layer_table(row: Mapping[str, Any]) -> Table:
@@ -66,7 +83,7 @@ def layer_table(row: Mapping[str, Any]) -> Table:
     parts = "weight and bias" if any(layer["bias"] for layer in row["layers"]) else "weight"
     table = titled_table(
         f"{row['run']}: Hessian block of each layer's {parts}, and the layer's inputs",
-        ("layer", "parameters", "λ1", "trace", "E‖a‖²", "mean a²", "MAN's bound"),
+        ("layer", "parameters", "λ1", "trace [95 %]", "E‖a‖²", "mean a²", "MAN's bound"),
     )
     for layer in row["layers"]:
         activity, trace = layer["activity"], layer["trace"]
@@ -82,10 +99,11 @@ def layer_table(row: Mapping[str, Any]) -> Table:
     return table
 
 
-def landscape_table(found: Mapping[str, Landscape], measured: str, span: float) -> Table:
-    table = titled_table(measured, ("run", "loss at the centre", f"largest rise within ±{span:g}"))
-    for name, each in found.items():
-        table.add_row(name, f"{each.centre:.4g}", f"{each.rise:.4g}")
+def landscape_table(found: Mapping[str, Landscape], samples: Sequence[int], measured: str, span: float) -> Table:
+    """The loss at the centre of each run's landscape and its largest rise, with the samples of each run."""
+    table = titled_table(measured, ("run", "samples", "loss at the centre", f"largest rise within ±{span:g}"))
+    for (name, each), count in zip(found.items(), samples, strict=True):
+        table.add_row(name, str(count), f"{each.centre:.4g}", f"{each.rise:.4g}")
     return table
 
 
@@ -94,7 +112,7 @@ PAIRINGS: dict[Direction, str] = {"train_to_test": "train → test", "test_to_tr
 
 def duality_table(results: Mapping[str, Duality], measured: str) -> Table:
     """The gap of each run and layer and its decomposition, for both pairings."""
-    return _side_by_side(measured, duality_columns(results))
+    return side_by_side(measured, duality_columns(results))
 
 
 def duality_columns(results: Mapping[str, Duality]) -> dict[str, dict[str, str]]:
@@ -121,6 +139,7 @@ def duality_cells(each: Duality, found: Pairing) -> dict[str, str]:
         "size √Σ σ_w²": f"{found.size:.4g}",
         "sharpness √Σ σ_g²": f"{found.sharpness:.4g}",
         "‖W‖": f"{each.weight_norm:.4g}",
+        "samples, train + test": f"{each.train_samples} + {each.test_samples}",
         "pairs (left out)": f"{found.pairs} ({found.skipped})",
         "directions (that carry it)": f"{len(found.contribution)} ({found.participation:.1f})",
     }
@@ -131,7 +150,7 @@ def bare(method: str) -> str:
     return re.sub(r"\(.*?\)", "", str(method))
 
 
-def _side_by_side(title: str, columns: Mapping[str, Mapping[str, str]]) -> Table:
+def side_by_side(title: str, columns: Mapping[str, Mapping[str, str]]) -> Table:
     """A table with one column for each entry and one row for each quantity."""
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)

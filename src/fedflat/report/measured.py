@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +19,50 @@ from fedflat.flatness import (
     Flatness,
     Hessian,
     Landscape,
+    Locality,
     Portion,
     Trajectory,
     decompose,
     eigen_plane,
     landscape,
     layers_of,
+    locality,
     measure,
     top_eigenvalues,
 )
 from fedflat.recipe import Recipe
 from fedflat.report.flatness_table import flatness_cells, headline
 from fedflat.rounds import Problem
-from fedflat.runs import gather, load_run, read_whole
+from fedflat.runs import gather, last_lr, load_run, read_whole
 
 Row = Mapping[str, Any]
 OVER = ", over the rounds"
-SAMPLES, PROBES, POINTS, PAIRS, TWINS = 500, 6, 15, 300, 2000
+SAMPLES, PRODUCTS, POINTS, PAIRS, TWINS = 500, 16, 15, 300, 2000
+MOST_CLIENTS = 20  # of a federation whose local models are measured, one Lanczos run each
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one run. `duality` is None if the data or the layers do not support it."""
+    """The measurements of one run. `duality` is None if the data or the layers do not support it.
+
+    `locality` is None for a federation with many clients, or if a client's local round fails.
+    """
 
     flatness: Flatness
     duality: Duality | None
+    locality: Locality | None = None
 
     def row(self) -> dict[str, Any]:
         """The record that the flatness tables expect."""
-        spectrum = self.flatness.spectrum
-        return asdict(self.flatness) | {"spectrum": {**asdict(spectrum), "ratio": spectrum.ratio}}
+        return self.flatness.record()
 
 
 def measured(run: Path) -> Measured:
     """Measures the flatness by layer and the duality of the head. Writes RUN/landscape-eigen.npz if it is missing."""
     problem = load_run(run)
     objective = Portion(SAMPLES).pooled(problem)
-    found = Measured(measure(objective, probes=PROBES, by_layer=True), _duality(problem))
+    whole = measure(objective, products=PRODUCTS, by_layer=True)
+    found = Measured(whole, _duality(problem), _locality(problem))
     plane = run / "landscape-eigen.npz"
     if not plane.exists():
         directions = eigen_plane(top_eigenvalues(Hessian(objective), 2))
@@ -72,6 +79,15 @@ def _duality(problem: Problem) -> Duality | None:
     train, test = (torch.cat(inputs), torch.cat(labels)), federation.held_out("test", 0, federation.size("test"))
     try:
         return decompose(module, problem.loss, train, test, linear[-1], k=50, limit=PAIRS, samples=SAMPLES)
+    except FedflatError:
+        return None
+
+
+def _locality(problem: Problem) -> Locality | None:
+    if problem.federation.clients > MOST_CLIENTS:
+        return None
+    try:
+        return locality(problem, Portion(SAMPLES), lr=last_lr(problem.recipe), tolerance=1e-2)
     except FedflatError:
         return None
 

@@ -26,6 +26,9 @@ CURVES = {
     "margin": ("Margin loss on the training samples", "share within γ", False),
     "local_sharpness": ("Sharpness of the clients' losses at their own models", "mean rise within ρ", True),
     "averaged_sharpness": ("Sharpness of the clients' losses at the global model", "mean rise within ρ", True),
+    "local_lambda1": ("Curvature of the clients' losses at their own models", "mean λ₁", True),
+    "averaged_lambda1": ("Curvature of the clients' losses at the global model", "mean λ₁", True),
+    "flatness_distance": ("Flatness distance", "mean ‖wᵢ − w‖ to the new global model", True),
     "lambda1": ("Sharpness during training", "λ₁ of the Hessian", False),
     "epsilon": ("Privacy spent", "ε", False),
 }

@@ -25,7 +25,7 @@ from fedflat.tasks import CLASSIFICATION, Task
 STAGES = ("planning", "training", "reporting", "evaluating")
 SCORED = 500  # samples per chunk when a client evaluates all of its samples
 FAILURES = ("raised", "hung", "died")  # reasons why a client may send no upload
-About = Literal["hessian", "gradient", "rise", "margin"]
+About = Literal["hessian", "gradient", "rise", "margin", "curvature"]
 ABOUT: tuple[About, ...] = get_args(About)  # what a client can be asked; a task refers to it by its index here
 
 

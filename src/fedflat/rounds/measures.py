@@ -1,10 +1,11 @@
-"""Optional measures of a round: the distances between clients, and the sharpness of their losses."""
+"""Optional measures of a round: the distances between clients, and the flatness of their losses."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from fedflat.rounds.interface import Engine, one_thread
 from fedflat.rounds.metrics import MEASURES
 from fedflat.rounds.state import ServerState
 
-SINGLE = {*MEASURES, "local", "local_sharpness"}  # measures that look at each client's Δ
+SINGLE = {*MEASURES, "local", "local_sharpness", "local_curvature"}  # measures that look at each client's Δ
 
 
 def measured(
@@ -36,8 +37,12 @@ def measured(
     found = {name: MEASURES[name](uploads, moved) for name in wanted}
     if "local" in watch.measures:
         found |= _local_metric(engine, before, uploads, sent, watch)
-    if "local_sharpness" in watch.measures and evaluated:  # last, because the clients' answers overwrite Δᵢ
-        found |= _local_sharpness(engine, before, after, uploads, sent, watch)
+    if evaluated and {"local_sharpness", "local_curvature"} & {*watch.measures}:  # last: answers overwrite Δᵢ
+        models = {upload.client: _local_model(engine, before, upload, sent) for upload in uploads}
+        if "local_sharpness" in watch.measures:
+            found |= _asked("local_sharpness", partial(local_sharpness, engine, models, after, watch.radius))
+        if "local_curvature" in watch.measures:
+            found |= _asked("local_lambda1", partial(local_curvature, engine, models, after))
     return found
 
 
@@ -60,15 +65,12 @@ def _local_metric(
     return {f"local_{name}_before": start, f"local_{name}": mean, f"local_{name}_std": spread}
 
 
-def _local_sharpness(
-    engine: Engine, before: ServerState, after: ServerState, uploads: Uploads, sent: Tensor, watch: Evaluation
-) -> dict[str, float]:
-    """Sharpness of the clients' losses at their own models and at the new global one (as in FedSMOO)."""
-    models = {upload.client: _local_model(engine, before, upload, sent) for upload in uploads}
+def _asked(name: str, question: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The answer, or NaN under this name if a client cannot be asked."""
     try:
-        return local_sharpness(engine, models, after, watch.radius)
+        return question()
     except AwayError:
-        return {"local_sharpness": math.nan}
+        return {name: math.nan}
 
 
 @one_thread()
@@ -108,6 +110,29 @@ def local_sharpness(
         "local_sharpness": sum(own) / len(own),
         "averaged_sharpness": sum(rise for rise, _ in there) / len(there),
         "global_sharpness": sum(common) / len(common),
+    }
+
+
+@one_thread()
+def local_curvature(engine: Engine, local: Mapping[int, ServerState], averaged: ServerState) -> dict[str, float]:
+    """λ₁ of the clients' Hessians over the clients of a round, each computed by the client on its own samples:
+
+    local     (1/n) Σ λ₁(fᵢ; wᵢ)      of each client's loss at its own model
+    averaged  (1/n) Σ λ₁(fᵢ; w)       of each client's loss at the averaged model
+    distance  (1/n) Σ ‖wᵢ − w‖        between the two
+    """
+    clients, zero = list(local), torch.zeros_like(averaged.weights)
+
+    def top(state: ServerState, some: Sequence[int]) -> list[float]:
+        return [float(answer[0]) for _, answer in engine.ask(state, zero, some, "curvature")]
+
+    own = [top(state, [client])[0] for client, state in local.items()]
+    gaps = [float((state.weights - averaged.weights).norm()) for state in local.values()]
+    there = top(averaged, clients)
+    return {
+        "local_lambda1": sum(own) / len(own),
+        "averaged_lambda1": sum(there) / len(there),
+        "flatness_distance": sum(gaps) / len(gaps),
     }
 
 

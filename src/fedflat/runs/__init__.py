@@ -1,6 +1,6 @@
 """Experiments: from a recipe to a run folder and back, sweeps, verification, personalisation and export."""
 
-from fedflat.runs.build import assemble, augmentation, gather, load_run, sharpness_portion
+from fedflat.runs.build import assemble, augmentation, gather, last_lr, load_run, sharpness_portion
 from fedflat.runs.checkpoint import checkpoint_rounds
 from fedflat.runs.experiment import execute, train
 from fedflat.runs.folder import Record, private_directory, read_recipe, read_whole, write_whole, written_to
@@ -27,6 +27,7 @@ __all__ = [
     "flattened",
     "gather",
     "go_back",
+    "last_lr",
     "load_run",
     "load_sweep",
     "mean_and_std",

@@ -204,7 +204,8 @@ def start_engine(problem: Problem, state: ServerState, question: Questions | Non
 def _questions(recipe: Recipe) -> Questions | None:
     """The questions that the recipe's measures ask the clients."""
     wanted: set[str] = {*recipe.evaluation.measures}
-    if not recipe.evaluation.sharpness and not wanted & {"gradient", "margin", "local_sharpness"}:
+    asking = {"gradient", "margin", "local_sharpness", "local_curvature"}
+    if not recipe.evaluation.sharpness and not wanted & asking:
         return None
     from fedflat.flatness import federated  # it loads SciPy, which plain runs do not need
 
@@ -215,6 +216,8 @@ def _questions(recipe: Recipe) -> Questions | None:
         asked["gradient"] = federated.Gradient()
     if "local_sharpness" in wanted:
         asked["rise"] = federated.Rise()
+    if "local_curvature" in wanted:
+        asked["curvature"] = federated.TopEigenvalue(sharpness_portion(recipe))
     if "margin" in wanted:
         asked["margin"] = federated.Margin(recipe.evaluation.margin)
     return asked

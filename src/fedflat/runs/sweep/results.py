@@ -111,12 +111,18 @@ def columns(answer: Any) -> Row:
 
 
 def _spectrum(spectrum: Row) -> Row:
-    """λ₁, the trace estimate with the smaller error and, with at least five eigenvalues, λ₅ and λ₁/λ₅."""
-    trace = min(spectrum["trace"], spectrum["trace_plus_plus"], key=lambda estimate: estimate["error"])
+    """λ₁, the trace with the ends of its interval and, with at least five eigenvalues, λ₅ and λ₁/λ₅.
+
+    The ratio is None unless both eigenvalues are positive. Files of fedflat 0.1 hold two estimates of the trace, of
+    which Hutch++'s is read, and no interval.
+    """
+    trace: Row = spectrum["trace_plus_plus" if "trace_plus_plus" in spectrum else "trace"]
     values = spectrum["eigenvalues"]
     found = {"lambda1": values[0], "trace": trace["mean"]}
+    found |= {f"trace_{end}": trace[end] for end in ("low", "high") if end in trace}
     if len(values) >= 5:
-        found |= {"lambda5": values[4], "lambda1/lambda5": values[0] / values[4] if values[4] else None}
+        positive = None not in (values[0], values[4]) and min(values[0], values[4]) > 0
+        found |= {"lambda5": values[4], "lambda1/lambda5": values[0] / values[4] if positive else None}
     return found
 
 

@@ -1,0 +1,75 @@
+"""Confidence intervals of means: Student's t over independent samples, and its form for skewed ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import stdtrit
+
+LEVEL = 0.95
+SYMMETRIC = 1e-6  # below this skewness, the correction is rounding error
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The mean of n independent samples, its standard error s/√n, and the ends of its 95 % interval.
+
+    With a single sample the error and both ends are NaN: there is no interval.
+    """
+
+    mean: float
+    error: float
+    low: float
+    high: float
+
+
+def student(samples: Sequence[float]) -> Interval:
+    """The interval  x̄ ± t s/√n, with t the quantile of Student's distribution with n − 1 degrees of freedom.
+
+    It covers the expectation in 95 % of all draws if the samples are normal, and nearly so if they are not too skewed.
+
+    >>> student([1.0, 3.0])
+    Interval(mean=2.0, error=1.0, low=-10.706204736174694, high=14.706204736174694)
+    """
+    n = len(samples)
+    mean = float(np.mean(samples))
+    if n < 2:
+        return Interval(mean, math.nan, math.nan, math.nan)
+    error = float(np.std(samples, ddof=1)) / math.sqrt(n)
+    reach = quantile(n - 1) * error
+    return Interval(mean, error, mean - reach, mean + reach)
+
+
+def hall(samples: Sequence[float]) -> Interval:
+    """Student's interval with Hall's correction for the skewness γ of the samples (Hall, 1992).
+
+    The statistic T = (x̄ − μ)√n/s of skewed samples is not symmetric, but this function of it nearly is:
+
+        g(T) = T + γT²/(3√n) + γ²T³/(27n) + γ/(6√n) .
+
+    So the interval is x̄ − g⁻¹(±t) s/√n. A quadratic form zᵀHz with a few large eigenvalues is such a sample: Student's
+    interval would cover its mean less often than it says, because it is too short on the upper side.
+
+    >>> hall([1.0, 2.0, 3.0]) == student([1.0, 2.0, 3.0])
+    True
+    """
+    plain, n = student(samples), len(samples)
+    centred = np.asarray(samples) - plain.mean
+    spread = float(np.mean(centred**2))
+    skewness = float(np.mean(centred**3)) / spread**1.5 if spread > 0 else 0.0
+    if abs(skewness) < SYMMETRIC or not math.isfinite(skewness):
+        return plain
+
+    def inverse(y: float) -> float:
+        return 3 * math.sqrt(n) / skewness * (math.cbrt(1 + skewness * (y / math.sqrt(n) - skewness / (6 * n))) - 1)
+
+    t = quantile(n - 1)
+    return Interval(plain.mean, plain.error, *(plain.mean - plain.error * inverse(end) for end in (t, -t)))
+
+
+def quantile(freedom: int) -> float:
+    """The factor t with P(|T| ≤ t) = 0.95 for Student's T with these degrees of freedom."""
+    return float(stdtrit(freedom, (1 + LEVEL) / 2))

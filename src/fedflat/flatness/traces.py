@@ -1,0 +1,114 @@
+"""The trace of a symmetric operator from a few products, with an interval that covers it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedflat.errors import RecipeError
+from fedflat.flatness.hessian import Operator
+from fedflat.flatness.intervals import Interval, hall, quantile, student
+from fedflat.flatness.krylov import krylov
+
+FEWEST = 6  # products: three steps of Lanczos and three probes
+
+
+@dataclass(frozen=True)
+class Trace:
+    """An estimate of tr H: its mean, its standard error, and the ends of its 95 % interval.
+
+    The interval is about the random probes alone: the samples that H is measured on are fixed. If the matrix was
+    written out, the error is 0 and both ends are the trace itself.
+    """
+
+    mean: float
+    error: float
+    products: int
+    low: float
+    high: float
+
+
+def trace(
+    operator: Operator,
+    products: int = 32,
+    seed: int = 0,
+    relative_error: float | None = None,
+    most: int = 2000,
+) -> Trace:
+    """Estimates tr H with half of the products for a Krylov space and half for probes (Chen and Hallman, 2023).
+
+    With Q an orthonormal basis of the Krylov space of a random vector, and P = I − QᵀQ,
+
+        tr H = tr QHQᵀ + tr PHP .
+
+    Lanczos gives the first term exactly; the second is Hutchinson's mean of zᵀPHPz over n vectors z of random signs.
+    The Krylov space holds the few large eigenvalues that a trained network's Hessian has, so they add no variance. The
+    95 % interval is that of the n probes, Student's t with Hall's correction for their skewness (`intervals.hall`).
+    A matrix of at most `products` rows is written out instead, which is exact. Memory: products/2 · d floats.
+
+    With `relative_error` the number of probes follows Stein's two stages: from the deviation s of the first n probes,
+    the total is N = (t s / δ)² with δ = relative_error · |tr H|, and the interval is the mean of all of them ± t s/√N,
+    with s and t of the first stage. So looking at the data does not spoil its coverage.
+
+    Args:
+        operator: the matrix H.
+        products: number of products with H (of the first stage); at least 6.
+        seed: seed of the start vector and the probes.
+        relative_error: half the width of the interval relative to the trace, such as 0.05; None takes `products`.
+        most: maximum number of products in total. If they do not suffice, the interval is wider than asked for.
+
+    Raises:
+        RecipeError: `products` is less than 6, or `relative_error` is not positive.
+
+    >>> class Diagonal:
+    ...     size, dtype, products = 3, torch.float64, 0
+    ...     def __matmul__(self, v: Tensor) -> Tensor:
+    ...         return torch.tensor([1.0, 2.0, 5.0], dtype=v.dtype) * v
+    >>> trace(Diagonal())
+    Trace(mean=8.0, error=0.0, products=3, low=8.0, high=8.0)
+    """
+    if products < FEWEST:
+        raise RecipeError(f"trace: products = {products} is too few; give at least {FEWEST} (better 32)")
+    if relative_error is not None and not relative_error > 0:
+        raise RecipeError(f"trace: relative_error = {relative_error}; it must be a positive number such as 0.05")
+    if operator.size <= products:
+        units = torch.eye(operator.size, dtype=operator.dtype)
+        exact = sum(float(unit @ (operator @ unit).cpu()) for unit in units)
+        return Trace(exact, 0.0, operator.size, exact, exact)
+    chance = torch.Generator().manual_seed(seed)
+    found = krylov(operator, signs(operator, chance), products // 2)
+    known, spent = float(found.alphas.sum()), len(found.alphas)
+
+    def probe() -> float:
+        z = signs(operator, chance)
+        z -= found.basis.T @ (found.basis @ z)
+        return float(z @ (operator @ z).cpu())
+
+    samples = [probe() for _ in range(products - spent)]
+    first = hall(samples)
+    if relative_error is not None and math.isfinite(first.mean):
+        first = _second_stage(samples, probe, relative_error, known, most - spent)
+    ends = known + first.low, known + first.high
+    return Trace(known + first.mean, first.error, spent + len(samples), *ends)
+
+
+def _second_stage(
+    samples: list[float], probe: Callable[[], float], relative_error: float, known: float, most: int
+) -> Interval:
+    """Adds as many probes to the samples as Stein's rule asks for, and returns his interval of their mean."""
+    first = student(samples)
+    deviation, t = first.error * math.sqrt(len(samples)), quantile(len(samples) - 1)
+    wanted = (t * deviation / max(relative_error * abs(known + first.mean), sys.float_info.min)) ** 2
+    samples += [probe() for _ in range(math.ceil(min(wanted, most)) - len(samples))]
+    mean, error = math.fsum(samples) / len(samples), deviation / math.sqrt(len(samples))
+    return Interval(mean, error, mean - t * error, mean + t * error)
+
+
+def signs(operator: Operator, chance: torch.Generator) -> Tensor:
+    """A probe vector of independent random signs ±1."""
+    return torch.randint(0, 2, (operator.size,), generator=chance).to(operator.dtype).mul_(2).sub_(1)
