@@ -113,7 +113,7 @@ def test_everything_that_was_recorded_or_measured_has_its_section(full):
     assert found.sections == EVERYWHERE | RECORDED | MEASURED
     assert (runs / "fedavg-0" / "landscape-eigen.npz").exists()
     assert not (runs / "fedavg-1" / "landscape-eigen.npz").exists()
-    expected = ("λ1/λ5", "trace [95 %]", "gap of the pairs", "head", "fedsam(rho=0.05)")
+    expected = ("λ1/λ5", "trace [95 %]", "gap of the pairs", "head", "fedsam(rho=0.05)", "flatness distance")
     assert all(text in found.text for text in expected)
     links = {values["href"] for tag, values in found.elements if tag == "a" and values["href"] != "#content"}
     assert links == {f"#{name}" for name in found.sections}
