@@ -10,6 +10,7 @@ from rich.table import Table
 
 from fedflat.flatness import Direction, Duality, Landscape, Pairing
 
+ENDS = ("error", "low", "high")
 PRODUCTS = {"ggn": "Gauss–Newton", "fisher": "Fisher"}
 
 
@@ -45,8 +46,9 @@ def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
     return cells | {
         "loss": f"{row['loss']:.4g}",
         "sharpness, one ascent": f"{row['ascent_sharpness']:.3g}",
-        "sharpness, average [95 %]": estimate(
-            row["average_sharpness"], row["average_sharpness_low"], row["average_sharpness_high"], digits=3
+        "sharpness, average [95 %]": _estimate(
+            {end: row[f"average_sharpness_{end}"] for end in ENDS if f"average_sharpness_{end}" in row}
+            | {"mean": row["average_sharpness"]}
         ),
         "‖w‖": f"{row['weight_norm']:.4g}",
         "capacity, log10 V_L": f"{row['log10_capacity']:.2f}",
@@ -66,6 +68,9 @@ def headline(row: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
 
 
 def _estimate(trace: Mapping[str, Any]) -> str:
+    """The trace with its interval. Records of fedflat 0.1 have a standard error alone."""
+    if "low" not in trace:
+        return f"{trace['mean']:.4g} ± {trace['error']:.2g}"
     return estimate(trace["mean"], trace["low"], trace["high"])
 
 
