@@ -27,7 +27,7 @@ def test_the_how_tos_python_runs_in_order():
 
     x = torch.randn(30, 4)
     space = {"inputs": x, "labels": torch.arange(30) % 7, "test_samples": None}
-    first, data, *parts, probe, _ = blocks("docs/how-to.md")
+    first, data, *parts, probe, adapted, _ = blocks("docs/how-to.md")
     exec(compile(first, "how-to", "exec"), space)
     exec(compile(data.replace("test_samples", "samples"), "how-to", "exec"), dict(space))
     for part in parts:
@@ -35,6 +35,8 @@ def test_the_how_tos_python_runs_in_order():
         assert len(space["result"].history) == 3
     exec(compile(probe, "how-to", "exec"), space)
     assert space["probed"].history[0]["bytes_up"] == len(space["probed"].history[0]["cohort"]) * 4 * (32 * 10 + 10)
+    exec(compile(adapted, "how-to", "exec"), space)
+    assert not any("adapter" in name for name, _ in space["plain"].named_modules())
 
 
 def test_the_how_tos_parts_do_what_their_docstrings_say():
@@ -46,7 +48,7 @@ def test_the_how_tos_parts_do_what_their_docstrings_say():
 
     silent = type("fedflat", (), {"train": staticmethod(lambda *_, **__: None), "Method": Method})
     space = {"fedflat": silent, "federation": None}
-    for part in blocks("docs/how-to.md")[2:-2]:
+    for part in blocks("docs/how-to.md")[2:-3]:
         exec(compile(part, "how-to", "exec"), space)
     w, delta, rule = torch.tensor([1.0, -2.0]), torch.tensor([0.3, -0.1]), LocalRule(0.1, 2)
     outcome = Outcome(delta, 0.0, rule, {}, {})

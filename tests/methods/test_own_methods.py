@@ -238,7 +238,7 @@ class problem_of:  # noqa: N801 - reads like the function that it is
         return Broadcast(round, DOUBLE["lr"], {"weights": self.start * (1 + round / 10)})
 
     def rule(self, round, client):
-        return self.worker._plan(self.broadcast(round), client, None)[1]
+        return self.worker._plan(self.broadcast(round), client, None)[2]
 
     def uploads(self, client, rounds=4):
         """(Δ as uploaded, what is kept) of some rounds, each from another start."""
