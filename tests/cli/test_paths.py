@@ -112,7 +112,7 @@ def test_flatness_is_kept_beside_the_run_with_the_invariant_next_to_the_top_eige
     code, printed, _ = fedflat("flatness", "one", "--samples", 100, "--k", 1)
     assert code == 0
     rows = [line for line in printed.splitlines() if line.startswith("│")]
-    assert rows[0].startswith("│ λ1 ") and "adaptive (scale-invariant)" in rows[1]
+    assert rows[1].startswith("│ λ1 ") and "adaptive (scale-invariant)" in rows[2]
     assert json.loads(Path("one/flatness.json").read_text())["samples"] > 0
 
 

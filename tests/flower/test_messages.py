@@ -17,7 +17,7 @@ own_problem = pytest.importorskip("fedflat.flower.own").own_problem
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_a_client_knows_what_its_method_is_sent(name):
-    options = '(entropy="system")' if name.endswith("_dp") else ""
+    options = '(entropy="system")' if "dp" in name.split("_") else ""
     recipe = load(None, [f"method={name}{options}", "split.clients=3", "model.hidden=[4]"])
     problem = own_problem(recipe, -1, 10, None, dict.fromkeys(range(3), 1))
     sent = problem.method.broadcast(view(problem, first_state(problem)))

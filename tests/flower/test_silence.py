@@ -143,7 +143,7 @@ def quiet(text):
 def test_a_text_of_five_megabytes_becomes_a_line(deployed, loopback, small, capsys):
     _, records = deployed(small("server.cohort=4"), answering(loopback.InProcess, "train", failed))
     details = [refusal["detail"] for record in records for refusal in record["refused"]]
-    assert details[0].startswith("error 2: ]0;owned[31mdisk on fire !!!") and all(map(quiet, details))
+    assert details[0].startswith("error 2: �]0;owned��[31mdisk� on fire !!!") and all(map(quiet, details))
     assert all(map(quiet, capsys.readouterr().out.splitlines()))
 
 
@@ -151,8 +151,8 @@ def test_so_do_those_of_hello_and_of_notes_that_are_no_notes(deployed, loopback,
     recipe = small("deployment.nodes=3", "server.rounds=1", "server.cohort=4", "deployment.wait=20")
     deployed(recipe, answering(loopback.InProcess, "query", failed))
     lines = capsys.readouterr().out.splitlines()
-    assert any("disk on fire" in line for line in lines) and all(map(quiet, lines))
-    with pytest.raises(TrainingError, match="disk on fire") as stopped:
+    assert any("on fire" in line for line in lines) and all(map(quiet, lines))
+    with pytest.raises(TrainingError, match="on fire") as stopped:
         deployed(small("deployment.wait=0.3"), answering(loopback.InProcess, "query", failed))
     assert quiet(str(stopped.value).replace("…", ""))
 

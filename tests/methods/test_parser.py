@@ -16,7 +16,7 @@ def test_a_sum_a_list_and_tables_mean_the_same():
     written = ["feddyn(0.2) + man(zeta=0.1)", ["feddyn(penalty=0.2)", {"name": "man", "zeta": 0.1}]]
     assert {repr(parse(w)) for w in written} == {repr(Method(DynamicDual(0.2)) + ActivationNorm(0.1))}
     assert {spell(w) for w in written} == {
-        "feddyn(penalty=0.2, dual='all', balanced=False) + man(zeta=0.1, layers='all')"
+        "feddyn(penalty=0.2, dual='all', balanced=False) + man(zeta=0.1, layers='all', attention=False)"
     }
 
 

@@ -12,13 +12,14 @@ from fedflat import models
 from fedflat.errors import RecipeError
 from fedflat.models.vector import Layout, Network
 
-SHAPES = {"convnet-gn": (3, 64, 64)}
+TEXT = ("char-lstm", "gpt")
+SHAPES = {"convnet-gn": (3, 64, 64), **dict.fromkeys(TEXT, (12,))}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", models.MODELS)
 def test_model_to_vector_and_back_is_the_identity(name, dtype):
-    module = models.build(name, SHAPES.get(name, (3, 32, 32)), 10).to(dtype)
+    module = models.build(name, SHAPES.get(name, (3, 32, 32)), 10, vocabulary=20 if name in TEXT else 0).to(dtype)
     tensors = {key: tensor.clone() for key, tensor in module.named_parameters()}
     network = Network(module, dtype)
     assert network.weights.dtype == dtype

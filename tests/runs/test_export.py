@@ -66,6 +66,9 @@ def answer(run, inputs):
         return problem.network.module(normalise(inputs, data.mean, data.std, inputs.dtype))
 
 
+TEXT = ("char-lstm", "gpt")
+
+
 def signature(name, shape=(3, 32, 32)):
     channels = (0.5, 0.4, 0.3)[: shape[0]]
     return Signature(name, {}, shape, 10, channels, (0.2, 0.3, 0.4)[: shape[0]], True, torch.float32)
@@ -88,13 +91,13 @@ def test_the_cards_python_runs_without_fedflat_and_gives_the_models_answers(run,
         torch.testing.assert_close(logits, answer(run, inputs), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in TEXT])
 def test_every_network_is_the_same_in_onnx_for_any_batch(name):
     network = build(name, (3, 32, 32), 10).eval()
     content = onnx_bytes(network, signature(name))
     session = onnxruntime.InferenceSession(content)
     assert (session.get_inputs()[0].name, session.get_inputs()[0].shape[1:]) == ("images", [3, 32, 32])
-    for size in (1, 3):
+    for size in (8, 9) if name == "resnet18-pfllib" else (1, 3):  # that one needs a variance over the batch
         images = torch.rand(size, 3, 32, 32, generator=torch.Generator().manual_seed(size))
         (logits,) = session.run(None, {"images": images.numpy()})
         with torch.no_grad():
@@ -106,11 +109,15 @@ def test_every_network_is_the_same_in_onnx_for_any_batch(name):
 def test_every_networks_code_stands_alone_and_builds_the_same_network(name):
     space = {}
     exec(compile(source(name), "network.py", "exec"), space)
-    network, twin = build(name, (1, 28, 28), 7), space[MODELS[name].__name__](shape=(1, 28, 28), classes=7)
+    chance = torch.Generator().manual_seed(0)
+    if name in TEXT:
+        options, inputs = dict(shape=(12,), classes=7, vocabulary=20), torch.randint(20, (2, 12), generator=chance)
+    else:
+        options, inputs = dict(shape=(1, 28, 28), classes=7), torch.rand(2, 1, 28, 28, generator=chance)
+    network, twin = build(name, **options), space[MODELS[name].__name__](**options)
     twin.load_state_dict(network.state_dict())
-    images = torch.rand(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert torch.equal(twin.eval()(images), network.eval()(images))
+        assert torch.equal(twin.eval()(inputs), network.eval()(inputs))
 
 
 def test_the_card_says_data_method_paper_rounds_and_which_accuracy(run, exported):
@@ -127,7 +134,7 @@ def test_the_card_says_data_method_paper_rounds_and_which_accuracy(run, exported
     for text in (
         "3 rounds with 20 clients",
         "`dirichlet` (alpha = 0.1, refill = False)",
-        "`fedsam(rho=0.05) + man(zeta=0.15, layers='all')`",
+        "`fedsam(rho=0.05) + man(zeta=0.15, layers='all', attention=False)`",
         "Generalized Federated Learning via Sharpness Aware Minimization, ICML",
         f"| **this model**, after round 3 | **{summary['accuracy_last']:.4f}** |",
         "It is not differentially private",

@@ -227,6 +227,9 @@ def refuse_other(path: Path, recipe: Recipe, begun: Recipe, back_to: int | None 
     done = done if back_to is None else min(done, back_to)
     if done > recipe.server.rounds:
         raise RunError(f"{path}: has done {done} rounds already; set server.rounds to that or more")
+    if begun.task is None:  # runs of 0.1 are classifications and do not say so
+        evaluation = begun.evaluation.model_copy(update={"metric": begun.metric})
+        begun = begun.model_copy(update={"task": "classification", "evaluation": evaluation})
     before, now = begun.essentials(), recipe.essentials()
     for section, old in before.items():
         new, name = now[section], section

@@ -67,10 +67,10 @@ def last_record(folder: Path) -> Row:
 
 
 def noted(record: Row) -> Row:
-    """All numbers of a record: the loss, the requested measures, and the notes of the method's parts.
+    """All numbers of a record: the metrics, the loss, the requested measures, and the notes of the method's parts.
 
     >>> noted({"round": 3, "accuracy": 0.5, "loss": 1.2, "cohort": [1, 4], "notes": {"activation/relu1": 0.3}})
-    {'activation/relu1': 0.3, 'loss': 1.2}
+    {'activation/relu1': 0.3, 'accuracy': 0.5, 'loss': 1.2}
     """
     flat = flat_record(record)
     numbers = {name: value for name, value in flat.items() if value is None or isinstance(value, int | float)}
