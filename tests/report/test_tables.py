@@ -22,7 +22,8 @@ from fedflat.runs.sweep.results import JUDGED, METRICS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MEASURED = {
-    *METRICS, *(f"accuracy_{which}" for which in JUDGED), "lambda1", "lambda1/lambda5", "trace", "personal_local", "local_accuracy_before", "local_accuracy",
+    *METRICS, *(f"accuracy_{which}" for which in JUDGED),
+    "lambda1", "lambda1/lambda5", "trace", "personal_local", "local_accuracy_before", "local_accuracy",
     "local_accuracy_std", "class_accuracy_std", "forgetting", "divergence", "discord", "cosine", "proximal_loss",
 }  # fmt: skip
 NAMED = re.compile(
