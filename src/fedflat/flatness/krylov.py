@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from fedflat.flatness.hessian import Operator
+from fedflat.flatness.lanczos import orthogonal
+from fedflat.progress import track
 
 MISSED = 1e-6  # probability that a random start is too close to orthogonal to the top eigenvector
 ROUNDING = 10  # times eps, relative to the matrix: below that, a β is 0
@@ -43,11 +45,10 @@ def krylov(operator: Operator, start: Tensor, steps: int) -> Krylov:
     basis[0] = start / start.norm()
     alphas: list[float] = []
     betas: list[float] = []
-    for step in range(steps):
+    for step in track(range(steps), "Lanczos"):
         w = operator @ basis[step]
         alphas.append(float(w @ basis[step]))
-        for _ in range(2):
-            w = w - basis[: step + 1].T @ (basis[: step + 1] @ w)
+        w, _ = orthogonal(w, basis[: step + 1])
         beta = float(w.norm())
         scale = max(map(abs, alphas + betas))
         if step + 1 == steps or beta <= ROUNDING * torch.finfo(operator.dtype).eps * scale:

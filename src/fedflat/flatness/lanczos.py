@@ -56,14 +56,14 @@ def largest(operator: Operator, k: int, tolerance: float, seed: int) -> tuple[Te
         if not image.isfinite().all():
             raise NotFiniteError
         steps += 1
-        vector, entries = _orthogonal(image, basis[:steps])
+        vector, entries = orthogonal(image, basis[:steps])
         projected[steps - 1, :steps] = projected[:steps, steps - 1] = entries.double()
         values, weights = torch.linalg.eigh(projected[:steps, :steps])
         smallest = 10 * torch.finfo(dtype).eps * float(values.abs().max())
         beta = float(vector.norm()) if steps < size else 0.0
         residuals = beta * weights[-1].abs()
         if beta <= smallest:  # an invariant subspace; other copies of its eigenvalues may be outside
-            vector, least = _orthogonal(torch.randn(size, generator=chance, dtype=dtype), basis[:steps])[0], fewest
+            vector, least = orthogonal(torch.randn(size, generator=chance, dtype=dtype), basis[:steps])[0], fewest
         if steps >= least and bool((residuals <= (tolerance * values.abs()).clamp_min(smallest))[-k:].all()):
             vectors = weights.T[-k:].to(dtype) @ basis[:steps]
             return values[-k:].flip(0).to(dtype), vectors.flip(0), residuals[-k:].flip(0).to(dtype)
@@ -76,7 +76,7 @@ def largest(operator: Operator, k: int, tolerance: float, seed: int) -> tuple[Te
     )
 
 
-def _orthogonal(vector: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+def orthogonal(vector: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """The part of a vector that is orthogonal to the rows of a basis, and the coefficients of the rest.
 
     Twice, because rounding in the first pass leaves "ghosts", spurious copies of eigenvalues.

@@ -14,6 +14,7 @@ from fedflat.errors import RecipeError
 from fedflat.flatness.hessian import Operator
 from fedflat.flatness.intervals import Interval, hall, quantile, student
 from fedflat.flatness.krylov import krylov
+from fedflat.progress import track
 
 FEWEST = 6  # products: three steps of Lanczos and three probes
 
@@ -89,7 +90,7 @@ def trace(
         z -= found.basis.T @ (found.basis @ z)
         return float(z @ (operator @ z).cpu())
 
-    samples = [probe() for _ in range(products - spent)]
+    samples = [probe() for _ in track(range(products - spent), "trace")]
     first = hall(samples)
     if relative_error is not None and math.isfinite(first.mean):
         first = _second_stage(samples, probe, relative_error, known, most - spent)
