@@ -45,7 +45,7 @@ def main() -> int:
     held = Samples(images[:100], samples.labels[:100])
     federation = Federation(Dataset("random", samples, held, 10, (), ()), torch.arange(60_000).split(60))
     plan = recipe(options.rounds)
-    problem = assemble(plan, federation, None, parse("fedavg"), torch.nn.functional.cross_entropy)
+    problem = assemble(plan, federation, None, parse("fedavg"))
     state = first_state(problem)
     with open(os.devnull, "w") as nowhere, closing(start_engine(problem, state)) as engine:
         terminal = Console(file=nowhere, force_terminal=True, width=100)

@@ -8,7 +8,6 @@ import time
 from contextlib import closing
 from dataclasses import replace
 
-import torch.nn.functional as F
 from common import Job, Stopwatch
 
 from fedflat import Dataset, Federation, Samples
@@ -56,7 +55,7 @@ def main() -> None:
     data = Dataset(job.images, samples, test, 10, tuple(job.mean), tuple(job.std))
     recipe = recipe_of(job, len(shards))
     client.train = timed
-    problem = assemble(recipe, Federation(data, tuple(shards)), None, parse(job.method), F.cross_entropy)
+    problem = assemble(recipe, Federation(data, tuple(shards)), None, parse(job.method))
     problem.network.weights.copy_(job.first_weights())
     watch, state, local = Stopwatch(job), first_state(problem), list[float]()
     with closing(start_engine(problem, state)) as engine:
