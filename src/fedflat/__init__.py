@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedflat import flatness
+    from fedflat import flatness, report
     from fedflat.errors import FedflatError
     from fedflat.federation import Augment, Dataset, Federation, Samples, federate
     from fedflat.methods import Method, Part, option
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fedflat.tasks import Metric, Task
     from fedflat.trusted import trust
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Augment",
@@ -28,11 +28,12 @@ __all__ = [
     "federate",
     "flatness",
     "option",
+    "report",
     "train",
     "trust",
 ]
 
-ROOMS = ("flatness",)  # rooms that are a part of the public namespace
+ROOMS = ("flatness", "report")  # subpackages that are part of the public namespace
 _HOMES = {
     "fedflat.errors": ("FedflatError",),
     "fedflat.federation": ("Augment", "Dataset", "Federation", "Samples", "federate"),
@@ -44,7 +45,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the command line must answer before torch is loaded."""
+    """Import a name on first use, so that the command line responds before torch is loaded."""
     if name in ROOMS:
         return import_module(f"fedflat.{name}")
     for home, names in _HOMES.items():

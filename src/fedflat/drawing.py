@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,21 @@ from fedflat.errors import RecipeError, RunError
 # The colour-blind safe palette of Okabe and Ito, without its yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLUMN, PAGE = 3.3, 6.9  # inches: the width of a column, and of both, on a two-column page
+# Readable at these widths without scaling; fonts are embedded as TrueType, as publishers ask.
+PAPER: dict[Any, Any] = {
+    "font.size": 8, "axes.labelsize": 8, "axes.titlesize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
+    "legend.fontsize": 7, "legend.handlelength": 1.8, "lines.linewidth": 1.2, "axes.linewidth": 0.6,
+    "grid.linewidth": 0.4, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "axes.spines.top": False,
+    "axes.spines.right": False, "savefig.dpi": 300, "pdf.fonttype": 42, "ps.fonttype": 42, "svg.hashsalt": "fedflat",
+}  # fmt: skip
+ENDINGS = (".pdf", ".svg", ".png")
 MISSING = "drawing needs matplotlib: pip install 'fedflat[plot]'"
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure of this size in inches, which is not shown by itself."""
+    """A figure of this size in inches. Notebooks do not show it automatically."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -24,10 +36,57 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save_figure(figure: Any, path: Path) -> None:
+@contextmanager
+def paper_style() -> Iterator[None]:
+    """A context in which figures have the style of a two-column page."""
+    try:
+        from matplotlib import rc_context
+    except ImportError:
+        raise RecipeError(MISSING) from None
+    with rc_context(PAPER):
+        yield
+
+
+def check_ending(path: Path) -> None:
+    """Refuses a file format other than PDF, SVG and PNG before anything is computed."""
+    if path.suffix.lower() not in ENDINGS:
+        raise RecipeError(f"-o {path}: a figure is written as {', '.join(ENDINGS)}; choose one of these endings")
+
+
+def look(place: int) -> dict[str, Any]:
+    """The colour and the dashes of the n-th line. Neighbours differ in both, also when printed in grey."""
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[place % len(STYLES)]}
+
+
+def draw_band(
+    axes: Any,
+    place: int,
+    label: str,
+    x: Any,
+    mean: Any,
+    ends: tuple[Any, Any] | None = None,
+) -> None:
+    """Draws the n-th line of a figure, with a shaded area between the two ends; a single point as a marker.
+
+    Args:
+        axes: matplotlib's axes.
+        place: the index n of the line, which sets its colour, dashes and marker.
+        label: the name of the line.
+        x: the positions of the points.
+        mean: the values of the line.
+        ends: the lower and upper ends of the area.
+    """
+    marker = {"marker": MARKERS[place % len(MARKERS)], "markersize": 4} if len(x) == 1 else {}
+    axes.plot(x, mean, label=label, **look(place), **marker)
+    if ends is not None and len(x) > 1:
+        axes.fill_between(x, *ends, color=look(place)["color"], alpha=0.18, linewidth=0)
+    axes.grid(alpha=0.3)
+
+
+def save_figure(figure: Any, path: Path, dpi: int = 150) -> None:
     """Writes a figure in the format of the path's ending. Raises `RunError` if that fails."""
     try:
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=dpi)
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: the figure cannot be written ({error})") from None
 

@@ -1,5 +1,6 @@
 """User-facing errors, each with the exit code of the command line."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -61,8 +62,9 @@ def nearest(wrong: str, known: Iterable[str]) -> str:
     'known: a, b'
     """
     known = sorted(known)
-    close = get_close_matches(wrong.lower(), known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    by_lower = {name.lower(): name for name in known}
+    close = get_close_matches(wrong.lower(), by_lower, n=1, cutoff=0.6)
+    return f"did you mean {by_lower[close[0]]}?" if close else f"known: {', '.join(known)}"
 
 
 def shortened(value: object, most: int = 80) -> str:
@@ -88,6 +90,25 @@ def printable(text: object, most: int = 300) -> str:
     start = " ".join(line[: 4 * most].split())
     cut = start if len(start) <= most and len(line) <= 4 * most else f"{start[: most - 1]}…"
     return "".join(c if c.isprintable() else "�" for c in cut)
+
+
+def visible(text: str) -> str:
+    r"""Replace control characters other than line breaks, at any length.
+
+    >>> visible("one\n\x1b[2Jtwo")
+    'one\n�[2Jtwo'
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+
+
+def literal(text: str) -> str:
+    """Quote a text that a spreadsheet would read as a formula when it opens a CSV file; numbers stay as they are.
+
+    >>> literal("=HYPERLINK(1)"), literal("-0.5"), literal("+1.2 ± 0.3"), literal("fedavg")
+    ("'=HYPERLINK(1)", '-0.5', '+1.2 ± 0.3', 'fedavg')
+    """
+    begins = text.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠"))
+    return f"'{text}" if begins and not re.fullmatch(r"[-+](inf|nan|[\d.e ±%*+-]*)", text) else text
 
 
 def shown(value: object, most: int = 60) -> str:

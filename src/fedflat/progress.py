@@ -23,7 +23,7 @@ PAUSE = 0.1  # seconds between two updates of the screen
 
 @dataclass
 class Bar:
-    """One line of the display: what is done, how often, and out of how many if that is known."""
+    """One line of the display: a title, the units of work done, and their total if it is known."""
 
     title: str
     total: int | None = None
@@ -36,7 +36,7 @@ class Bar:
         self.reach(self.done + 1, note)
 
     def reach(self, done: int, note: str = "") -> None:
-        """Sets how much is done; the note stands at the end of the line."""
+        """Sets how much is done; the note is shown at the end of the line."""
         self.done, self.note = done, note
         _display.refresh()
 
@@ -49,7 +49,7 @@ class Bar:
 
 @contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Bar]:
-    """Shows the progress of what happens inside, once it has taken two seconds. Bars inside each other share a display.
+    """Shows the progress of what happens inside, once it has taken two seconds. Nested bars share a display.
 
     The display changes only when a bar advances, without a thread of its own, so that processes can be forked inside.
 

@@ -1,4 +1,4 @@
-"""Random generators made from (seed, purpose, round, client), never the global one.
+"""Random generators made from (seed, purpose, round, client). The global generator is never used.
 
 A draw depends on its purpose and not on earlier draws: the order of clients, the number of workers and resuming a run
 cannot change it.
@@ -37,6 +37,12 @@ class Secret(int):
 def key(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
     """Return a 63-bit number that is effectively independent for different arguments.
 
+    Args:
+        seed: the seed of the run, or a secret.
+        purpose: what the number is for, such as "batches".
+        round: the round, if the draw depends on it.
+        client: the client, if the draw depends on it.
+
     >>> key(0, "batches", 3, 7) == key(0, "batches", 3, 7) != key(0, "batches", 7, 3)
     True
     """
@@ -47,13 +53,13 @@ def key(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
 
 
 def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch.Generator:
-    """Return the torch generator of one purpose."""
+    """Return the torch generator of one purpose. The arguments are those of `key`."""
     made = torch.Generator().manual_seed(key(seed, purpose, round, client))
     return _filled(made, seed.about(purpose, round, client)) if isinstance(seed, Secret) else made
 
 
 def numpy_generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
-    """Return the NumPy generator of one purpose."""
+    """Return the NumPy generator of one purpose. The arguments are those of `key`."""
     if isinstance(seed, Secret):
         whole = int.from_bytes(blake2b(seed.about(purpose, round, client), digest_size=32).digest(), "big")
         return np.random.default_rng(whole)

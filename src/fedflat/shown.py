@@ -1,4 +1,4 @@
-"""What every result of the library can do: print itself, be a table, be drawn, be saved and read again."""
+"""The base of all results: they print, convert to a table, plot, save and load."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ MOST_ROWS = 30  # rows of a table that are printed
 
 
 class Shown:
-    """The base of a result. A result is a frozen dataclass with `repr=False` and these three:
+    """The base of a result. A result is a frozen dataclass with `repr=False` and three methods:
 
         caption()     one line that says what was measured, and on what
         rows()        the numbers, one dictionary for each row of the table
         draw(axes)    the picture, on given axes
 
-    From them follow the text, the table of a notebook, `table()`, `plot()`, `save()` and `load()`. With
-    `pictured = True` a notebook shows the picture too. A result in a file holds numbers, texts, arrays of float64 and
-    other dataclasses.
+    The printed text, the table in a notebook, `table()` and `plot()` use these methods. `save()` and `load()` handle
+    numbers, texts, arrays of float64 and other dataclasses. With `pictured = True` a notebook shows the picture too.
     """
 
     pictured: ClassVar[bool] = False
@@ -52,7 +51,7 @@ class Shown:
         return table + self._picture() if self.pictured else table
 
     def _picture(self) -> str:
-        """The picture for a notebook; nothing without matplotlib."""
+        """The picture for a notebook; empty without matplotlib."""
         try:
             figure = new_figure(*self.size)
         except RecipeError:

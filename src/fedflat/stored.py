@@ -11,10 +11,11 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fedflat.errors import FedflatError, RunError
+from fedflat.files import read_bytes, write_whole
 
 KIND = "fedflat"  # the key under which a file says what it holds
 NOT_FINITE = ("nan", "inf", "-inf")  # JSON has no such numbers, so they are written as strings
-MOST = 2**28  # bytes of a file
+MOST = 2**28  # maximum number of bytes of a file
 
 
 class _UnfitError(Exception):
@@ -25,7 +26,7 @@ def write_record(record: Any, path: str | PathLike[str]) -> None:
     """Writes a dataclass as JSON, under the name of its class. Raises `RunError` if that fails."""
     text = json.dumps({KIND: type(record).__name__, **packed(record)}, indent=1, ensure_ascii=False, allow_nan=False)
     try:
-        Path(path).write_text(text + "\n", "utf-8")
+        write_whole(Path(path), text.encode() + b"\n", public=True)
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror})") from None
 
@@ -42,8 +43,8 @@ def read_record(path: str | PathLike[str], kinds: dict[str, type]) -> Any:
     """
     try:
         if Path(path).stat().st_size > MOST:
-            raise RunError(f"{path}: is larger than {MOST:,} bytes, so it is no saved result")
-        found = json.loads(Path(path).read_text("utf-8"))
+            raise RunError(f"{path}: is larger than {MOST:,} bytes, so it is not a saved result")
+        found = json.loads(read_bytes(path))
         kind = kinds[found.pop(KIND)]
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror})") from None
@@ -72,7 +73,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(kind: Any, value: Any, where: str = "") -> Any:
-    """The value as the type `kind` describes it; `where` names it in an error."""
+    """Converts a value of JSON to the type `kind`; `where` names the value in an error."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return value

@@ -6,19 +6,26 @@ untrusted sources, so a class `package.module:Name` from outside fedflat is impo
 * with `--trust` on the command line, which also searches the current directory, beside the recipe;
 * if the user's configuration (`config_file`) lists its package: `trust = ["mypackage"]`;
 * after `fedflat.trust("mypackage")` in Python.
+
+Processes of a Ray cluster exchange pickled objects, so a cluster that a file names is joined only if `ray` is trusted.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from importlib import import_module
+from importlib.abc import InspectLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
 from platformdirs import user_config_path
 
 from fedflat.errors import RecipeError
+from fedflat.files import read_bytes
 
 Kind = TypeVar("Kind")
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -45,10 +52,20 @@ def trust_anything(allowed: bool = True) -> None:
 
 
 def is_trusted(module: str) -> bool:
-    """Return whether a file may have this module imported."""
+    """Return whether a file may cause this module to be imported."""
     if module.partition(".")[0] == OURS and not module.endswith("__main__"):
         return True
     return _anything or any(module == name or module.startswith(f"{name}.") for name in {*_packages, *_listed()})
+
+
+def refuse_untrusted(module: str, why: str) -> None:
+    """Raise a `RecipeError` that says why a module must be trusted, unless it is."""
+    if not is_trusted(module):
+        package = module.partition(".")[0]
+        raise RecipeError(
+            f'{why}; if you trust it add --trust, or list "{package}" under trust in {config_file()} '
+            f'(in Python: fedflat.trust("{package}"))'
+        )
 
 
 def named_class(path: str, kind: type[Kind], field: str) -> type[Kind]:
@@ -70,13 +87,8 @@ def named_class(path: str, kind: type[Kind], field: str) -> type[Kind]:
     if not PATH.fullmatch(path):
         raise RecipeError(f"{field} = {path!r}: is not a path of the form package.module:Class")
     module, name = path.split(":")
-    if not is_trusted(module):
-        package = module.partition(".")[0]
-        raise RecipeError(
-            f"{field} = {path!r}: is code from outside of fedflat; if you trust it add --trust, "
-            f'or list "{package}" under trust in {config_file()} (in Python: fedflat.trust("{package}"))'
-        )
     asked = f"{field} = {path!r}"
+    refuse_untrusted(module, f"{asked}: is code from outside of fedflat")
     try:
         found = getattr(import_module(module), name, None)
     except (Exception, SystemExit) as error:  # the user's module may raise anything on import
@@ -84,6 +96,45 @@ def named_class(path: str, kind: type[Kind], field: str) -> type[Kind]:
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise RecipeError(f"{asked}: is not a class that inherits from {kind.__name__}, and nothing else is called")
     return found
+
+
+class _Text(InspectLoader):
+    """Loads a module from its text. No file of compiled code is read or written."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def get_source(self, fullname: str) -> str:
+        return self.text
+
+
+def module_of_text(name: str, text: str, origin: str) -> ModuleType:
+    """Import a trusted module from its text instead of a file on the search path.
+
+    Args:
+        name: the name of the module.
+        text: its code.
+        origin: where the text is from, for tracebacks and error messages.
+
+    Raises:
+        RecipeError: if the module is not trusted, or its code fails.
+    """
+    if not is_trusted(name):
+        raise RecipeError(f"{origin}: is code from outside of fedflat; if you trust it add --trust")
+    loader = _Text(text)
+    spec = spec_from_loader(name, loader, origin=origin)
+    assert spec  # there is one for every loader
+    module = module_from_spec(spec)
+    before = sys.modules.get(name)
+    sys.modules[name] = module  # dataclasses look for their module there
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
+        raise RecipeError(f"{origin}: cannot be imported ({type(error).__name__}: {error})") from error
+    return module
 
 
 def config_file() -> Path:
@@ -95,7 +146,7 @@ def _listed() -> list[str]:
     """The packages that the user's configuration trusts."""
     path = config_file()
     try:
-        table = tomllib.loads(path.read_text("utf-8"))
+        table = tomllib.loads(read_bytes(path).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Runs the command `fedflat` as `python -m fedflat.cli`."""
+"""Runs the command `fedflat` as `python -m fedflat.cli`, and so as `python -m fedflat`."""
 
 import sys
 

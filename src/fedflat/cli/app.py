@@ -2,20 +2,106 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
-from fedflat.errors import printable
+from fedflat.errors import printable, visible
 from fedflat.trusted import trust_anything
 
-app = typer.Typer(help="Flatness-aware federated learning.", no_args_is_help=True, add_completion=False)
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(help="Flatness-aware federated learning.", no_args_is_help=True)
+
+
+def _keep_help_of_arguments() -> None:
+    """Since click 8.5 an argument has a help of its own, which overwrites the one that typer 0.20 has set."""
+    kind: Any = typer.core.TyperArgument
+    make = kind.__init__
+
+    def init(argument: Any, *, help: str | None = None, **options: Any) -> None:
+        make(argument, help=help, **options)
+        argument.help = help
+
+    kind.__init__ = init
+
+
+_keep_help_of_arguments()
+
+
+class Sober(Console):
+    """A console on which the text of a file or client cannot move the cursor, clear the screen or set a title."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
 # The path of a part, `package:A:`, must not be rendered as an emoji.
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
+out, err = Sober(emoji=False), Sober(stderr=True, emoji=False)
+
+# How a terminal that knows only ASCII, or a Windows code page, shows the rest.
+PLAIN = {
+    "…": "...", "–": "-", "—": "-", "−": "-", "±": "+/-", "×": "x", "·": ".", "•": "*", "→": "->", "←": "<-",
+    "↑": "^", "↓": "v", "≤": "<=", "≥": ">=", "√": "sqrt ", "‖": "||", "∇": "grad ", "Σ": "sum ", "∞": "inf",
+    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "Δ": "Delta", "ε": "eps", "ζ": "zeta", "η": "eta",
+    "λ": "lambda", "μ": "mu", "ρ": "rho", "σ": "sigma", "τ": "tau", "“": '"', "”": '"', "‘": "'", "’": "'",
+}  # fmt: skip
+
+
+def _in_plain(error: UnicodeError) -> tuple[str, int]:
+    """Replaces characters that the output cannot encode: `λ₁ ± ε` becomes `lambda1 +/- eps`."""
+    assert isinstance(error, UnicodeEncodeError)
+    texts = (PLAIN.get(c) or unicodedata.normalize("NFKD", c) for c in error.object[error.start : error.end])
+    plain = ("".join(c if c.isascii() else "?" for c in text if not unicodedata.combining(c)) for text in texts)
+    return "".join(plain), error.end
+
+
+def encode_anything() -> None:
+    """Let the standard streams replace characters that they cannot encode, instead of a traceback."""
+    codecs.register_error("fedflat.plain", _in_plain)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="fedflat.plain")
+
+
+def show(table: Table) -> None:
+    """Print a table so that no number is cut, however narrow the terminal is."""
+    from fedflat.report.display import fitted
+
+    out.print(fitted(table, out.width))
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit", is_eager=True)] = False,
+) -> None:
+    """Flatness-aware federated learning."""
+    if version:
+        from fedflat import __version__
+
+        print(f"fedflat {__version__}")
+        raise typer.Exit()
+
+
+def names_in_package(folder: str, *others: str) -> Callable[[str], Iterable[str]]:
+    """Complete an argument by the TOML files of a folder that comes with fedflat."""
+
+    def complete(incomplete: str) -> Iterable[str]:
+        package = Path(__file__).parents[1]
+        places = (package / folder, package.parents[1] / folder)  # a checkout has the sweeps at the top
+        found = {path.stem for place in places for path in place.glob("*.toml")} | {*others}
+        return sorted(name for name in found if name.startswith(incomplete))
+
+    return complete
 
 
 def _trusting(trust: bool) -> bool:
@@ -27,16 +113,20 @@ def _trusting(trust: bool) -> bool:
 
 
 RecipeArgument = Annotated[
-    str | None, typer.Argument(help="recipe file (TOML) or preset: smoo, sol, man; else the default")
+    str | None,
+    typer.Argument(
+        help="recipe file (TOML) or preset: smoo, sol, man; default the digits",
+        autocompletion=names_in_package("presets"),
+    ),
 ]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="override a field: --set local.lr=0.05")]
 JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 TrustOption = Annotated[
     bool,
-    typer.Option("--trust", callback=_trusting, help="import the code from outside of fedflat that is named there"),
+    typer.Option("--trust", callback=_trusting, help="import code from outside fedflat that the recipe or run names"),
 ]
 DirOption = Annotated[
-    Path | None, typer.Option("--dir", help="data directory; else $FEDFLAT_DATA, else the cache folder")
+    Path | None, typer.Option("--dir", help="data directory; default $FEDFLAT_DATA, or the cache folder")
 ]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import typer
 
-from fedflat.cli.app import DirOption, JsonOption, app, out
+from fedflat.cli.app import DirOption, JsonOption, app, out, show
+from fedflat.errors import DataError
 
 data_app = typer.Typer(help="Data sets: list, get, show.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
@@ -21,14 +22,20 @@ def data_list(directory: DirOption = None, as_json: JsonOption = False) -> None:
     from fedflat.federation.corpora import CORPORA
     from fedflat.federation.datasets import DATASETS, data_directory, whereabouts
 
-    places = {name: whereabouts(name, directory) for name in (*DATASETS, *CORPORA)}
+    places, faults = dict[str, str | None](), dict[str, str]()
+    for name in (*DATASETS, *CORPORA):
+        places[name] = None
+        try:
+            places[name] = whereabouts(name, directory)
+        except DataError as error:
+            faults[name] = str(error)
     if as_json:
         print(json.dumps(places))
         return
     table = Table("data set", "where", title=f"data directory: {data_directory(directory)}", title_justify="left")
     for name, place in places.items():
-        table.add_row(name, place or f"not here: fedflat data get {name}")
-    out.print(table)
+        table.add_row(name, place or faults.get(name, f"not here: fedflat data get {name}"))
+    show(table)
 
 
 @data_app.command("get")

@@ -13,8 +13,10 @@ from fedflat.cli.app import TrustOption, app, err, out
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="directory of a finished run, or the manifest of one of its checkpoints")],
-    directory: Annotated[Path | None, typer.Option("-o", "--out", help="where to; default RUN/export")] = None,
-    onnx: Annotated[bool, typer.Option(help="an ONNX file too, with the normalisation inside")] = True,
+    directory: Annotated[
+        Path | None, typer.Option("-o", "--out", help="directory to write; default RUN/export")
+    ] = None,
+    onnx: Annotated[bool, typer.Option(help="also write an ONNX file, which includes the normalisation")] = True,
     trust: TrustOption = False,
 ) -> None:
     """Write a run's model for use elsewhere: safetensors, ONNX, the network's code, a model card."""

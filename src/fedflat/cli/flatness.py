@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, TrustOption, app, out
+from fedflat.cli.app import JsonOption, TrustOption, app, out, show
 from fedflat.cli.geometry import (
     By,
     MatrixName,
@@ -24,16 +24,16 @@ from fedflat.cli.geometry import (
     print_geometry,
 )
 from fedflat.progress import progress
-from fedflat.recipe import Recipe
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must not wait for it
     from fedflat.flatness import Curvature, Matrix, Portion, Spectrum, Theory, Weights
-    from fedflat.rounds.client import Problem
+    from fedflat.recipe import Recipe
+    from fedflat.rounds.setup import Problem
 
 Runs = Annotated[list[Path], typer.Argument(help="directories of finished runs")]
 Samples = Annotated[int, typer.Option(help="training samples to measure on, drawn by the seed; 0 = all", min=0)]
 Seed = Annotated[int, typer.Option(help="seed of samples, probes and directions", min=0)]
-Picture = Annotated[Path | None, typer.Option("-o", "--out", help="where to draw (.png, .svg, .pdf)")]
+Picture = Annotated[Path | None, typer.Option("-o", "--out", help="file to write (.png, .svg, .pdf)")]
 MEASURED = "mean training loss of {samples} samples (evaluation mode, no decay, no augmentation)"
 
 
@@ -62,25 +62,30 @@ def flatness(
     k: Annotated[int, typer.Option(help="how many eigenvalues", min=1, max=100)] = 5,
     samples: Samples = 1000,
     products: Annotated[
-        int, typer.Option("--products", "--probes", help="matrix products for a trace (--probes in 0.1)", min=6)
+        int,
+        typer.Option("--products", "--probes", help="number of matrix products for a trace (--probes in 0.1)", min=6),
     ] = 32,
     relative_error: Annotated[
-        float | None, typer.Option(help="take more of them until the trace's interval is that narrow, such as 0.05")
+        float | None,
+        typer.Option(help="take more products until the trace's relative error is below this, such as 0.05"),
     ] = None,
-    matrix: Annotated[MatrixName, typer.Option(help="whose spectrum")] = MatrixName.hessian,
+    matrix: Annotated[MatrixName, typer.Option(help="matrix whose spectrum is computed")] = MatrixName.hessian,
     rho: Annotated[float, typer.Option(help="radius of the sharpness measures", min=0)] = 0.05,
-    adaptive_rho: Annotated[float, typer.Option(help="radius of the adaptive one", min=0)] = 0.5,
+    adaptive_rho: Annotated[float, typer.Option(help="radius of the adaptive sharpness", min=0)] = 0.5,
     layers: Annotated[bool, typer.Option("--layers", help="every layer, with its activations and MAN's bound")] = False,
     by: Annotated[By, typer.Option(help="also λ1 and trace of the loss of each class or client")] = By.whole,
-    local: Annotated[bool, typer.Option("--local", help="each client's loss at w and at its own local model")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="flatness of each client's loss at w and at its own local model")
+    ] = False,
     theory: Annotated[bool, typer.Option("--theory", help="MAN's inequalities, layer by layer and by client")] = False,
-    bias: Annotated[bool, typer.Option("--bias/--no-bias", help="whether a layer's block has its bias")] = True,
+    bias: Annotated[bool, typer.Option("--bias/--no-bias", help="whether a layer's block includes its bias")] = True,
     density: Annotated[int, typer.Option(help="Lanczos steps of density and outliers; 0 = none", min=0)] = 0,
     federated: Annotated[
-        bool, typer.Option("--federated", help="spectrum by the clients' products; with --layers each client's own")
+        bool, typer.Option("--federated", help="spectrum from the clients' products; with --layers, of each client")
     ] = False,
     weights: Annotated[
-        WeightsName | None, typer.Option(help="of the clients, for --federated and --local; else the run's average")
+        WeightsName | None,
+        typer.Option(help="weights of the clients for --federated and --local; default those of the run"),
     ] = None,
     parameters: ParametersOption = Parameters.trained,
     seed: Seed = 0,
@@ -88,7 +93,7 @@ def flatness(
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Spectrum and trace of the Hessian, sharpness and norms of the global models of finished runs or checkpoints.
+    """Measure the flatness of finished runs or checkpoints: Hessian spectrum and trace, sharpness, norms.
 
     Runs that differ only in method and seed are compared by paired differences. With --density and -o the density of
     the eigenvalues is drawn. The numbers go to RUN/flatness.json too, where `fedflat report` finds them.
@@ -108,7 +113,8 @@ def flatness(
         raise RecipeError(f"--relative-error {relative_error}: it must be a positive number such as 0.05")
     portion, rows, densities = flat.Portion(samples, seed), list[dict[str, Any]](), dict[str, flat.Density]()
     theories, clients = dict[str, flat.Theory](), dict[str, list[flat.Curvature]]()
-    groups, localities, recipes = dict[str, list[flat.GroupSpectrum]](), dict[str, flat.Locality](), list[Recipe]()
+    groups, localities = dict[str, list[flat.GroupSpectrum]](), dict[str, flat.Locality]()
+    recipes: list[Recipe] = []
     for run in checked(runs):
         with progress(f"{run}: measuring"):
             problem = load_run(run, parameters=parameters.value)
@@ -157,7 +163,8 @@ def _measured(rows: list[dict[str, Any]]) -> str:
 
 def _keep(run: Path, row: dict[str, Any]) -> None:
     """Write what was measured into the run's directory, where the report finds it."""
-    from fedflat.runs.folder import beside, write_whole, written_to
+    from fedflat.files import write_whole, written_to
+    from fedflat.runs.folder import beside
 
     kept = {name: value for name, value in row.items() if name not in ("run", "theory", "clients")}
     place = beside(run, "flatness.json")
@@ -204,20 +211,22 @@ def _print_tables(
         rows[0]["spectrum"]["matrix"]
     ]
     what = f"{name}, sharpness and norms" if "loss" in rows[0] else f"{name}, by products of the clients"
-    out.print(flatness_table(rows, f"{what}: {measured}"))
+    show(flatness_table(rows, f"{what}: {measured}"))
     for row in rows:
         if row.get("layers"):
-            out.print(layer_table(row))
+            show(layer_table(row))
     if clients:
-        out.print(client_table(clients, methods, blocks))
+        show(client_table(clients, methods, blocks))
     if theories:
-        out.print(theory_table(theories, methods, blocks))
+        show(theory_table(theories, methods, blocks))
 
 
 @app.command()
 def landscape(
     runs: Runs,
-    plane: Annotated[Plane, typer.Option(help="the top eigenvectors, or random filter-normalised")] = Plane.eigen,
+    plane: Annotated[
+        Plane, typer.Option(help="plane of the top eigenvectors, or of random filter-normalised directions")
+    ] = Plane.eigen,
     dimensions: Annotated[int, typer.Option(help="1: a line, 2: a plane", min=1, max=2)] = 2,
     span: Annotated[float, typer.Option(help="from −span to span along each direction")] = 1.0,
     points: Annotated[int, typer.Option(help="points along each direction", min=3)] = 25,
@@ -228,7 +237,7 @@ def landscape(
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """The loss around the global models of finished runs or checkpoints, on one grid.
+    """Compute the loss around the global models of finished runs or checkpoints, on one grid.
 
     Arrays go to RUN/landscape-PLANE.npz; those of a checkpoint carry its round in their name.
     """
@@ -269,7 +278,7 @@ def landscape(
         return
     from fedflat.report.flatness_table import landscape_table
 
-    out.print(landscape_table(found, [count["samples"] for count in counts], header, span))
+    show(landscape_table(found, [count["samples"] for count in counts], header, span))
     if picture:
         out.print(f"drawn to {picture}", markup=False, highlight=False)
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, TrustOption, app, out
+from fedflat.cli.app import JsonOption, TrustOption, app, out, show
 from fedflat.cli.flatness import Parameters, ParametersOption, Picture, Runs, Seed, checked, print_json, span_of
+from fedflat.errors import RunError
 from fedflat.progress import progress
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must not wait for it
@@ -21,10 +22,10 @@ if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must no
 def duality(
     runs: Runs,
     layer: Annotated[
-        list[str] | None, typer.Option(help="layer by name, again for more; else every linear one")
+        list[str] | None, typer.Option(help="name of a layer, can be repeated; default every linear layer")
     ] = None,
-    k: Annotated[int, typer.Option(help="directions of a layer too large for a full basis", min=1)] = 50,
-    pairs: Annotated[int, typer.Option(help="pairs of each pairing at most; 0 = all", min=0)] = 1000,
+    k: Annotated[int, typer.Option(help="number of directions if a layer is too large for a full basis", min=1)] = 50,
+    pairs: Annotated[int, typer.Option(help="largest number of pairs in each pairing; 0 = all", min=0)] = 1000,
     samples: Annotated[
         int, typer.Option(help="training samples: of the gap, the pairs and the Hessian; 0 = all", min=0)
     ] = 4000,
@@ -35,7 +36,7 @@ def duality(
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Activity–weight duality: which directions of a layer carry the generalisation gap of finished runs.
+    """Show which directions of a layer carry the generalisation gap of finished runs (activity–weight duality).
 
     Shows the gap between test and training loss beside both pairings: each training sample with its nearest test
     sample of the same class (the paper's), and each test sample with its nearest training sample (the authors' demo).
@@ -51,7 +52,10 @@ def duality(
         problem = load_run(run, parameters=parameters.value)
         module = problem.network.module
         train, test = _halves(problem.federation, samples, test_samples, seed)
-        for name in layer or [n for n in layers_of(module) if isinstance(module.get_submodule(n), nn.Linear)]:
+        names = layer or [n for n in layers_of(module) if isinstance(module.get_submodule(n), nn.Linear)]
+        if not names:
+            raise RunError(f"{run}: no linear layer of it was trained in full; merge its adapters by --parameters all")
+        for name in names:
             with progress(f"{run}: {name}"):
                 result = analyse(module, problem.loss, train, test, name, k, pairs, samples=0, seed=seed)
             results[f"{run} {name}"] = result
@@ -70,7 +74,7 @@ def duality(
         return
     from fedflat.report.flatness_table import duality_table
 
-    out.print(duality_table(results, header))
+    show(duality_table(results, header))
     if picture:
         out.print(f"drawn to {picture}", markup=False, highlight=False)
 

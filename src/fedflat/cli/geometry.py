@@ -1,4 +1,4 @@
-"""What `fedflat flatness` measures of one run besides its spectrum, and how several runs compare."""
+"""Further measures of `fedflat flatness` besides the spectrum, and comparisons of several runs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from fedflat.cli.app import out
+from fedflat.cli.app import show
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must not wait for it
     from fedflat.flatness import Difference, GroupSpectrum, Locality, Portion
     from fedflat.recipe import Recipe
-    from fedflat.rounds.client import Problem
+    from fedflat.rounds.setup import Problem
 
 
 class MatrixName(StrEnum):
-    """Whose spectrum."""
+    """The matrix whose spectrum is computed."""
 
     hessian = "hessian"
     ggn = "ggn"
@@ -25,7 +25,7 @@ class MatrixName(StrEnum):
 
 
 class By(StrEnum):
-    """Whose losses are measured one by one."""
+    """The groups whose losses are measured separately."""
 
     whole = "whole"
     classes = "class"
@@ -66,7 +66,7 @@ def locality_record(found: Locality) -> dict[str, Any]:
 
 
 def differences(rows: Sequence[Mapping[str, Any]], recipes: Sequence[Recipe]) -> list[Difference]:
-    """Paired differences between the methods of runs that share everything else but the seed; else none."""
+    """Paired differences between methods if the runs differ only in method and seed; otherwise an empty list."""
     from fedflat.flatness import Measurement, paired_differences
 
     shared = {json.dumps(_setting(recipe), sort_keys=True, default=str) for recipe in recipes}
@@ -78,7 +78,7 @@ def differences(rows: Sequence[Mapping[str, Any]], recipes: Sequence[Recipe]) ->
 
 
 def _setting(recipe: Recipe) -> dict[str, Any]:
-    """Everything that a run depends on but its method and its seed."""
+    """Everything that a run depends on, except its method and its seed."""
     table = recipe.essentials()
     table["split"] = {name: value for name, value in table["split"].items() if name != "seed"}
     table["server"] = {**table["server"], "rounds": recipe.server.rounds}
@@ -102,11 +102,11 @@ def print_geometry(
     from fedflat.report.geometry_table import client_rows, difference_table, group_table, locality_table
 
     for run, some in groups.items():
-        out.print(group_table(some, f"{run}: {matrix.value} matrix of each group's mean loss"))
+        show(group_table(some, f"{run}: {matrix.value} matrix of each group's mean loss"))
     if local:
         title = "local against global flatness: fᵢ is a client's loss, w the global model, wᵢ its model a round later"
-        out.print(locality_table(local, title))
+        show(locality_table(local, title))
     for run, each in local.items():
-        out.print(client_rows(each, f"{run}: each client's loss at the global model w and at its own model wᵢ"))
+        show(client_rows(each, f"{run}: each client's loss at the global model w and at its own model wᵢ"))
     if compared:
-        out.print(difference_table(compared, "paired differences over seeds, mean and 95 % interval of Student's t"))
+        show(difference_table(compared, "paired differences over seeds, mean and 95 % interval of Student's t"))

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, TrustOption, app, complain, out
+from fedflat.cli.app import JsonOption, TrustOption, app, complain, out, show
 from fedflat.errors import FedflatError
 
 
 @app.command()
 def methods(
-    name: Annotated[str | None, typer.Argument(help="one method in full")] = None, as_json: JsonOption = False
+    name: Annotated[str | None, typer.Argument(help="show this method in detail")] = None, as_json: JsonOption = False
 ) -> None:
     """List the methods, or show one with its equations and options."""
     from rich.table import Table
@@ -40,7 +40,7 @@ def methods(
         table.add_row(
             facts["name"], facts["idea"], facts["paper"], f"{cost['down']}/{cost['up']}", str(cost["client"]), passes
         )
-    out.print(table)
+    show(table)
 
 
 def _print_method(facts: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ def verify(
         for v in verdicts:
             mark = "[green]holds[/]" if v.good else "[red]deviates[/]"
             table.add_row(v.path.name, v.method, str(v.rounds), f"{v.deviation:.2e}", f"{v.tolerance:.0e}", mark)
-        out.print(table)
+        show(table)
         for v in verdicts:
             if not v.good:
                 names = ", ".join(f"{name} ({v.deviations[name]:.2e})" for name in v.deviating)

@@ -1,4 +1,4 @@
-"""Commands about several models at once: path, trajectory, animate; and rescale, about one model twice."""
+"""Commands about several models: path, trajectory, animate; and rescale, about a model and its rescaled copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, TrustOption, app, out
+from fedflat.cli.app import JsonOption, TrustOption, app, out, show
 from fedflat.cli.flatness import MEASURED, Picture, Plane, Runs, Samples, Seed, print_json
 from fedflat.progress import progress
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must no
     from fedflat.flatness import LocalRound, Objective
     from fedflat.flatness import Plane as WeightPlane
 
-ModelArgument = Annotated[str, typer.Argument(help="run directory, or RUN@ROUND for a checkpoint that was kept")]
+ModelArgument = Annotated[str, typer.Argument(help="run directory, or RUN@ROUND for a kept checkpoint")]
 Points = Annotated[int, typer.Option(help="points along each direction", min=3)]
 
 
@@ -34,7 +34,9 @@ class Through(StrEnum):
 def path(
     a: ModelArgument,
     b: ModelArgument,
-    match: Annotated[bool, typer.Option("--match", help="also after matching B's hidden units to A's")] = False,
+    match: Annotated[
+        bool, typer.Option("--match", help="also compute it after matching B's hidden units to A's")
+    ] = False,
     points: Annotated[int, typer.Option(help="points on the line, the ends included", min=3)] = 25,
     samples: Samples = 1000,
     seed: Seed = 0,
@@ -42,7 +44,7 @@ def path(
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """The loss on the line between two models, on A's training samples, and the barrier on it.
+    """Compute the loss on the line between two models, on A's training samples, and its barrier.
 
     A and B may be two runs, two methods, two seeds or two rounds. Two seeds order their hidden units differently:
     --match reorders those of B first, which does not change its function.
@@ -59,7 +61,7 @@ def path(
     for matched in (False, True) if match else (False,):
         with progress("matched" if matched else f"{a} → {b}"):
             name = "matched" if matched else "as trained"
-            found[name] = interpolate(*modules, batches, first.loss, points, matched)
+            found[name] = interpolate(*modules, batches, first.loss, points, matched, samples=0)
     header = f"{MEASURED.format(samples=found['as trained'].samples)} from {a} to {b}"
     if picture:
         from fedflat.report.route import draw_paths
@@ -69,7 +71,7 @@ def path(
         rows = {name: {**vars(each), "barrier": each.barrier, "peak": each.peak} for name, each in found.items()}
         print_json({"measured": header, "paths": rows})
         return
-    out.print(path_table(found, header))
+    show(path_table(found, header))
     _drawn(picture)
 
 
@@ -79,7 +81,7 @@ def trajectory(
     plane: Annotated[
         Through, typer.Option(help="principal components of the rounds, or through the received model and two clients")
     ] = Through.pca,
-    clients: Annotated[bool, typer.Option("--clients/--no-clients", help="with the clients' local models")] = True,
+    clients: Annotated[bool, typer.Option("--clients/--no-clients", help="include the clients' local models")] = True,
     points: Points = 25,
     samples: Samples = 1000,
     seed: Seed = 0,
@@ -87,7 +89,7 @@ def trajectory(
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """The way of a run through weight space in one plane: its rounds, its clients' local models, the loss below.
+    """Show the path of a run through weight space in one plane: rounds, clients' local models, and the loss.
 
     It uses the checkpoints that the run kept (checkpoint.keep). The clients' models are those of the round after the
     last checkpoint but one, which is computed again. Arrays go to RUN/trajectory.npz.
@@ -113,7 +115,7 @@ def trajectory(
     objective = Portion(samples, seed).pooled(problem)
     chosen = _plane(plane, models, local)
     with progress(str(run)):
-        found = project(objective, chosen, rounds, models, local, points)
+        found = project(objective, models, rounds, chosen, local, points)
     found.save(run / "trajectory.npz")
     header = f"{MEASURED.format(samples=objective.samples)}, models of {run} in the plane of "
     header += "their principal components" if plane is Through.pca else "the received and two clients' models"
@@ -125,7 +127,7 @@ def trajectory(
         numbers = {name: each for name, each in vars(found).items() if name != "surface"} | vars(found.surface)
         print_json({"measured": header, "run": str(run), "plane": plane.value, **numbers})
         return
-    out.print(trajectory_table(found, header))
+    show(trajectory_table(found, header))
     _drawn(picture)
 
 
@@ -144,17 +146,19 @@ def _plane(plane: Through, models: Tensor, local: LocalRound | None) -> WeightPl
 @app.command()
 def animate(
     runs: Runs,
-    plane: Annotated[Plane, typer.Option(help="the top eigenvectors, or random filter-normalised")] = Plane.eigen,
+    plane: Annotated[
+        Plane, typer.Option(help="plane of the top eigenvectors, or of random filter-normalised directions")
+    ] = Plane.eigen,
     span: Annotated[float, typer.Option(help="from −span to span along each direction")] = 1.0,
     points: Points = 15,
-    frames: Annotated[int, typer.Option(help="rounds at most, spread evenly", min=2)] = 12,
+    frames: Annotated[int, typer.Option(help="largest number of rounds, evenly spread", min=2)] = 12,
     samples: Samples = 500,
     seed: Seed = 0,
-    picture: Annotated[Path | None, typer.Option("-o", "--out", help="where to draw (.gif, .mp4)")] = None,
+    picture: Annotated[Path | None, typer.Option("-o", "--out", help="file to write (.gif, .mp4)")] = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """The loss around the global models of runs over their rounds, as an animation and for the report's slider.
+    """Compute the loss around the global models over the rounds, as an animation and for the report's slider.
 
     It uses the checkpoints that each run kept (checkpoint.keep); the directions are those of the last model. Arrays go
     to RUN/landscapes-PLANE.npz.
@@ -187,7 +191,7 @@ def animate(
                 for run, each in found.items()]  # fmt: skip
         print_json({"measured": header, "plane": plane.value, "span": span, "runs": rows})
         return
-    out.print(film_table(found, header))
+    show(film_table(found, header))
     _drawn(picture)
 
 
@@ -207,17 +211,17 @@ def _spread(count: int, most: int) -> list[int]:
 
 @app.command()
 def rescale(
-    run: Annotated[str, typer.Argument(help="run directory, or RUN@ROUND for a checkpoint that was kept")],
-    factor: Annotated[float, typer.Option(help="by which one layer is multiplied and the next divided")] = 10.0,
-    layer: Annotated[str | None, typer.Option(help="the layer to multiply; else the first one")] = None,
+    run: Annotated[str, typer.Argument(help="run directory, or RUN@ROUND for a kept checkpoint")],
+    factor: Annotated[float, typer.Option(help="factor that multiplies one layer and divides the next")] = 10.0,
+    layer: Annotated[str | None, typer.Option(help="the layer to multiply; default the first")] = None,
     samples: Samples = 1000,
     rho: Annotated[float, typer.Option(help="radius of the sharpness of one ascent", min=0)] = 0.05,
-    adaptive_rho: Annotated[float, typer.Option(help="radius of the adaptive one", min=0)] = 0.5,
+    adaptive_rho: Annotated[float, typer.Option(help="radius of the adaptive sharpness", min=0)] = 0.5,
     seed: Seed = 0,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """The same function at another scale of its weights: λ1 changes, the adaptive sharpness does not.
+    """Rescale a model without changing its function: λ1 changes, the adaptive sharpness does not.
 
     A ReLU layer times c and the next one divided by c compute the same outputs.
     """
@@ -233,7 +237,7 @@ def rescale(
     if as_json:
         print_json({"measured": header, **asdict(found)})
         return
-    out.print(scale_table(found, header))
+    show(scale_table(found, header))
 
 
 def _drawn(picture: Any) -> None:

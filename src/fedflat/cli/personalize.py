@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, Spread, TrustOption, app, err, out
+from fedflat.cli.app import JsonOption, Spread, TrustOption, app, err, out, show
 
 
 @app.command(cls=Spread)
 def personalize(
     runs: Annotated[list[Path], typer.Argument(help="directories of finished runs")],
     epochs: Annotated[
-        list[int] | None, typer.Option(help="epochs to test after: --epochs 1 5; else 1 and 5, local 200")
+        list[int] | None, typer.Option(help="test after these epochs: --epochs 1 5; default 1 and 5, for local 200")
     ] = None,
     how: Annotated[
         str, typer.Option(help="finetune, perfedavg (meta steps), knn (kNN-Per), local (local-only training) or none")
     ] = "finetune",
     lr: Annotated[
-        float | None, typer.Option(help="learning rate; else the last round's, for local the recipe's")
+        float | None, typer.Option(help="learning rate; default that of the last round, for local the recipe's")
     ] = None,
-    lr_decay: Annotated[float, typer.Option(help="local: factor of the learning rate after every epoch")] = 0.99,
-    size: Annotated[int, typer.Option(help="test samples of a client, by the labels of its own")] = 1000,
-    k: Annotated[int, typer.Option(help="knn: how many neighbours answer")] = 5,
-    mix: Annotated[float, typer.Option(help="knn: their share of the answer, 0 to 1")] = 0.5,
-    scale: Annotated[float, typer.Option(help="knn: how far they are heard")] = 1.0,
-    capacity: Annotated[int, typer.Option(help="knn: how many samples a client stores")] = 500,
+    lr_decay: Annotated[float, typer.Option(help="local: factor on the learning rate after every epoch")] = 0.99,
+    size: Annotated[
+        int, typer.Option(help="number of test samples of a client, with its own label distribution")
+    ] = 1000,
+    k: Annotated[int, typer.Option(help="knn: number of neighbours")] = 5,
+    mix: Annotated[float, typer.Option(help="knn: weight of the neighbours, 0 to 1")] = 0.5,
+    scale: Annotated[float, typer.Option(help="knn: scale of the distances")] = 1.0,
+    capacity: Annotated[int, typer.Option(help="knn: number of samples that a client stores")] = 500,
     mix_with: Annotated[
         str, typer.Option(help="knn: what they are mixed with, the model's probabilities (the paper) or its logits")
     ] = "probabilities",
+    workers: Annotated[int, typer.Option(help="processes in which clients adapt; 0 = one for each core", min=0)] = 0,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -43,6 +45,7 @@ def personalize(
     """
     from rich.progress import track
 
+    from fedflat.engine import cores
     from fedflat.runs.build import assemble, last_lr, load_run
     from fedflat.runs.export import standing
     from fedflat.runs.folder import read_model, read_recipe
@@ -64,7 +67,8 @@ def personalize(
         rate = {"lr": usual if lr is None else lr, "lr_decay": lr_decay}
         watch = partial(track, description=str(run), console=err, transient=True, disable=not err.is_terminal)
         start = problem.network.weights
-        results = personalise(problem, start, epochs, how, **rate, size=size, neighbours=neighbours, watch=watch)
+        settings: dict[str, Any] = {**rate, "size": size, "neighbours": neighbours, "workers": workers or cores()}
+        results = personalise(problem, start, epochs, how, **settings, watch=watch)
         file = str(save(run, how, results))
         facts = {"run": str(run), "method": recipe.method, "metric": recipe.metric, "how": how, "file": file}
         rows += [{**facts, **row} for row in summary(results)]
@@ -73,6 +77,8 @@ def personalize(
 
 def _print_personal(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
+
+    from fedflat.runs.result import bare_method
 
     table = Table(
         title=f"{', '.join({row['metric'] for row in rows})} on the clients' own kind of samples, mean ± std",
@@ -84,9 +90,8 @@ def _print_personal(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         pairs = [(row[name], row[f"{name}_std"]) for name in ("accuracy_before", "accuracy_after")]
         shown = ("–" if mean is None else f"{mean:.3f} ± {std:.3f}" for mean, std in pairs)
-        bare = re.sub(r"\(.*?\)", "", str(row["method"]))
-        table.add_row(row["run"], bare, row["how"], str(row["epochs"]), *shown)
-    out.print(table)
+        table.add_row(row["run"], bare_method(row["method"]), row["how"], str(row["epochs"]), *shown)
+    show(table)
     for name, left_out in {row["run"]: row["left_out"] for row in rows}.items():
         if left_out:
             out.print(f"{name}: clients left out, for want of test samples: {left_out}", markup=False, highlight=False)

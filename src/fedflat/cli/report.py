@@ -8,25 +8,28 @@ from typing import Annotated
 import typer
 
 from fedflat.cli.app import TrustOption, app, err, out
+from fedflat.errors import RecipeError
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="directories of runs, or of several runs each")],
+    runs: Annotated[list[Path], typer.Argument(help="run directories, or directories that contain several runs")],
     file: Annotated[
-        Path | None, typer.Option("-o", "--out", help="the page; else report.html in the only directory, or here")
+        Path | None, typer.Option("-o", "--out", help="the page to write; default report.html in the run's directory")
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="also measure flatness, landscape and duality of each line's first seed")
     ] = False,
     target: Annotated[
-        float | None, typer.Option(help="accuracy for `rounds to target`; else the recipe's", min=0, max=1)
+        float | None, typer.Option(help="accuracy for `rounds to target`; default the recipe's", min=0, max=1)
     ] = None,
     trust: TrustOption = False,
 ) -> None:
     """Make one self-contained page of curves, tables and pictures that compares runs; it opens offline."""
+    if file is not None and file.suffix.lower() not in (".html", ".htm"):
+        raise RecipeError(f"-o {file}: a report is an HTML page; give it an ending .html, or draw by `fedflat plot`")
+    from fedflat.files import write_whole, written_to
     from fedflat.report.page import collect, page
-    from fedflat.runs.folder import write_whole, written_to
 
     content = page(collect(runs, err.status, measure, target))
     place = file or (runs[0] if len(runs) == 1 else Path()) / "report.html"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, RecipeArgument, SetOption, Spread, TrustOption, app, complain, err, out
+from fedflat.cli.app import JsonOption, RecipeArgument, SetOption, Spread, TrustOption, app, complain, err, out, show
 from fedflat.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 def run(
     recipe: RecipeArgument = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="method in place of the recipe's; again for a comparison")
+        list[str] | None, typer.Option(help="method instead of the recipe's; repeat it to compare methods")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="runs of each method: the recipe's seed and the next ones", min=1)] = 1,
+    seeds: Annotated[int, typer.Option(help="number of seeds for each method, from the recipe's seed on", min=1)] = 1,
     set_: SetOption = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="run directory; default runs/NAME")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with what --out holds of this run")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the run in --out")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="print every setting, including defaults")] = False,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a federated model from a recipe."""
     if resume and out_dir is None:
-        raise RecipeError("--resume: say by --out which run to go on with, or use `fedflat resume DIR`")
+        raise RecipeError("--resume: name the run to continue with --out, or use `fedflat resume DIR`")
     from fedflat.recipe import load
 
     chosen = [[f"method={json.dumps(name)}"] for name in method or []] or [[]]
@@ -52,7 +53,7 @@ def run(
         if not resume:
             refuse_taken(folder)
         folders[folder] = each
-    _train(folders, resume, as_json)
+    _train(folders, resume, as_json, verbose=verbose)
     if not as_json:
         out.print(f"written to {base}", markup=False, highlight=False)
 
@@ -62,13 +63,13 @@ def resume(
     directory: Annotated[Path, typer.Argument(help="run directory that `fedflat run` wrote")],
     back_to: Annotated[
         int | None,
-        typer.Option("--from", help="go back to the checkpoint of this round, and forget what followed"),
+        typer.Option("--from", help="go back to the checkpoint of this round; later rounds are discarded"),
     ] = None,
     set_: SetOption = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Go on with a run that was interrupted, or make it longer: --set server.rounds=200."""
+    """Continue an interrupted run, or make it longer: --set server.rounds=200."""
     from fedflat.recipe import overridden
     from fedflat.runs.folder import read_recipe
 
@@ -79,12 +80,12 @@ def resume(
 
 
 def is_deployment(directory: Path) -> bool:
-    """Whether a run's clients are elsewhere."""
+    """Whether a run is a deployment, whose clients are elsewhere."""
     return (directory / "deployment.json").exists()
 
 
 def _go_back(directory: Path, round: int) -> None:
-    """Return a deployment to a kept checkpoint; its server goes on from there when it is started again."""
+    """Return a deployment to a kept checkpoint; its server continues from there when it is started again."""
     from fedflat.cli.flower import need_flower
 
     need_flower()
@@ -92,11 +93,13 @@ def _go_back(directory: Path, round: int) -> None:
     from fedflat.runs import go_back
 
     go_back(directory, round, complain, Journal(directory).discard)
-    told = f"{directory}: is back at round {round}; go on with this deployment by `flwr run`"
+    told = f"{directory}: is back at round {round}; continue this deployment with `flwr run`"
     out.print(told, markup=False, highlight=False, soft_wrap=True)
 
 
-def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to: int | None = None) -> None:
+def _train(
+    folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to: int | None = None, verbose: bool = False
+) -> None:
     """Train one run after the other, and print a table of all."""
     from fedflat.report.display import RoundProgress, comparison
     from fedflat.runs.build import prepare
@@ -106,14 +109,16 @@ def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to:
     results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
     for folder, each in folders.items():
         if is_deployment(folder):
-            raise RunError(f"{folder}: its clients are elsewhere; go on with this deployment by `flwr run`")
-        problem = prepare(each)
+            raise RunError(f"{folder}: its clients are elsewhere; continue this deployment with `flwr run`")
+        problem = prepare(each, run=folder if resume else None)
         full = problem.recipe
         if not as_json and not resume and not results:
-            out.print(full.to_toml(), markup=False, highlight=False)
+            told = full.to_toml() if verbose else _in_short(each, full, folder)
+            out.print(told, markup=False, highlight=False, soft_wrap=verbose)
         with RoundProgress(str(each.method), full.server.rounds, err if as_json else out, full.metric) as progress:
             result = execute(problem, folder, [progress], resume, complain, back_to=back_to)
-        results.append((str(each.method), result.history, {**result.summary, "directory": str(folder)}))
+        stored = {"bytes_kept": problem.kept, "bytes_checkpoint": _last_checkpoint(folder), "directory": str(folder)}
+        results.append((str(each.method), result.history, {**result.summary, **stored}))
         if stopped(full, result.history):
             last, server = result.history[-1], full.server
             told = f"{folder}: finished after round {last['round']} of at most {server.rounds}: "
@@ -123,7 +128,27 @@ def _train(folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to:
         print(json.dumps([summary for _, _, summary in results], indent=2))
     else:
         first = next(iter(folders.values()))
-        out.print(comparison(results, first.evaluation.on, first.metric))
+        show(comparison(results, first.evaluation.on, first.metric))
+
+
+def _last_checkpoint(folder: Path) -> int:
+    """The bytes of the files of the last round's checkpoint."""
+    files = [file for file in (folder / "checkpoints").glob("[0-9]*.*") if file.is_file()]
+    last = max((file.name.partition(".")[0] for file in files), default="")
+    return sum(file.stat().st_size for file in files if file.name.partition(".")[0] == last)
+
+
+def _in_short(recipe: Recipe, full: Recipe, folder: Path) -> str:
+    """What is trained, which settings are not those of the default recipe, and where all of them are."""
+    from fedflat.recipe import load
+
+    split = ", ".join(f"{name} {value}" for name, value in full.split.options().items() if value is not False)
+    split = f"{full.split.name} {split}".strip()
+    what = f"{full.model.name} on {full.data.name}, {full.split.clients} clients ({split}), "
+    what += f"{full.server.rounds} rounds"
+    changed = ", ".join(f"{name} = {value}" for name, value in recipe.beside(load()).items())
+    changed = f"settings other than the default: {changed}" if changed else "all settings are the default"
+    return f"{what}\n{changed}\nevery setting: {folder}/recipe.toml, or --verbose"
 
 
 def _free_directory() -> Path:
@@ -140,7 +165,7 @@ def split(
     recipe: RecipeArgument = None,
     set_: SetOption = None,
     save: Annotated[Path | None, typer.Option(help="write the clients' indices to this .npz file")] = None,
-    draw: Annotated[Path | None, typer.Option(help="draw clients × classes into this file (png, pdf, svg)")] = None,
+    draw: Annotated[Path | None, typer.Option(help="draw clients × classes to this file (png, pdf, svg)")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show who holds what: clients × classes of a recipe's split."""
@@ -156,7 +181,7 @@ def split(
     if as_json:
         print(json.dumps({"clients": federation.clients, "counts": counts}))
     else:
-        out.print(split_table(counts))
+        show(split_table(counts))
     if save:
         partition.save(save, [shard.numpy() for shard in federation.shards])
         err.print(f"saved to {save}", markup=False, highlight=False)
@@ -168,7 +193,7 @@ def split(
 
 @app.command(cls=Spread)
 def recipe(name: RecipeArgument = None, set_: SetOption = None, trust: TrustOption = False) -> None:
-    """Print a recipe with every value in force."""
+    """Print a recipe with all of its values, defaults included."""
     from fedflat.recipe import load
 
     chosen = load(name, set_ or [])

@@ -1,70 +1,75 @@
-"""Commands for sweeps and the papers' tables: sweep, table."""
+"""Command to train a grid of recipes: sweep."""
 
 from __future__ import annotations
 
 import json
 import time
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedflat.cli.app import JsonOption, SetOption, Spread, TrustOption, app, complain, err, out
-from fedflat.errors import RecipeError, TrainingError
+from fedflat.cli.app import JsonOption, SetOption, Spread, TrustOption, app, complain, err, names_in_package, out, show
+from fedflat.errors import TrainingError
 
 if TYPE_CHECKING:
     from fedflat.runs.sweep import Jobs, Point, Sweep
 
 
-class Form(StrEnum):
-    """The output format of a table."""
-
-    terminal = "terminal"
-    markdown = "markdown"
-    latex = "latex"
-    html = "html"
-
-
 @app.command(cls=Spread)
 def sweep(
-    file: Annotated[str | None, typer.Argument(help="sweep file (TOML), or the name of one that comes along")] = None,
-    jobs: Annotated[int, typer.Option(help="runs at a time; 0 = by cores and memory", min=0)] = 0,
-    scale: Annotated[str | None, typer.Option(help="a smaller form that the file has: laptop, tiny")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="part of the grid: --only method=fedavg --only seed=0")] = None,
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            help="sweep file (TOML), or the name of one that comes with fedflat",
+            autocompletion=names_in_package("recipes"),
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="parallel runs; 0 = what is fastest, within the memory", min=0)] = 0,
+    scale: Annotated[str | None, typer.Option(help="a smaller scale defined in the file: laptop, tiny")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="select a part of the grid: --only method=fedavg --only seed=0")
+    ] = None,
     set_: SetOption = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="directory; default sweeps/NAME[-SCALE]")] = None,
-    dry: Annotated[bool, typer.Option("--dry", help="only say which runs there are, and which are done")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="only list the runs, and which are finished")] = False,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a grid of recipes side by side, skip what is done, and write one table of it all.
+    """Train a grid of recipes in parallel, skip finished runs, and write one table of results.
 
-    The same command goes on with a sweep that was stopped. Without FILE, lists the sweeps that come along.
+    The same command continues a sweep that was stopped. Without FILE, lists the sweeps that come with fedflat.
     """
-    from fedflat.runs.sweep import collect, load_sweep, shipped, write_results
+    from fedflat.files import private_directory, written_to
+    from fedflat.runs.lock import RunLock
+    from fedflat.runs.sweep import collect, load_sweep, refuse_other_settings, shipped, write_results
 
     if file is None:
         print("\n".join(shipped()))
         return
     whole = load_sweep(file, scale, set_ or [])
     plan = whole.only(only) if only else whole
-    _refuse_unknown_methods(plan)
+    refuse_unknown_methods(plan)
     folder = out_dir or Path("sweeps") / (plan.name if scale is None else f"{plan.name}-{scale}")
     if dry:
         _list(plan, folder, as_json)
         return
-    try:
-        failed = _train(plan, folder, jobs, trust)
-    finally:
-        write_results(folder, collect(folder, whole))
+    with written_to(folder, "choose another --out"):
+        private_directory(folder)
+        lock = RunLock(folder, "sweep")
+    with lock:
+        refuse_other_settings(folder, plan)
+        try:
+            failed = train_all(plan, folder, jobs, trust)
+        finally:
+            write_results(folder, collect(folder, whole))
     _show(plan, folder, as_json)
     if failed:
         logs = ", ".join(str(folder / slug / "log.txt") for slug in failed)
         raise TrainingError(f"{len(failed)} of {len(plan.points)} runs failed; see {logs}")
 
 
-def _refuse_unknown_methods(plan: Sweep) -> None:
+def refuse_unknown_methods(plan: Sweep) -> None:
     from fedflat.methods.parser import parse
 
     for method in {json.dumps(point.recipe.method): point.recipe.method for point in plan.points}.values():
@@ -82,14 +87,20 @@ def _list(plan: Sweep, folder: Path, as_json: bool) -> None:
         print(f"{state:5}  {slug}")
 
 
-def _train(plan: Sweep, folder: Path, jobs: int, trust: bool) -> dict[str, str]:
+def train_all(plan: Sweep, folder: Path, jobs: int, trust: bool) -> dict[str, str]:
     """Run everything that is left; return the error messages of failed runs."""
     from fedflat.engine.pool import cores
-    from fedflat.federation.sizes import free_memory
-    from fedflat.runs.sweep import Jobs, jobs_for
+    from fedflat.files import free_memory
+    from fedflat.runs.sweep import Jobs, fastest, jobs_for
 
-    jobs = jobs or jobs_for(cores(), len(plan.points), free_memory())
-    work = Jobs(plan, folder, jobs, max(1, cores() // jobs), trust)
+    workers = max(1, cores() // (jobs or cores()))
+    if not jobs:
+        most = jobs_for(cores(), len(plan.points), free_memory())
+        (jobs, workers), rates = fastest(plan, folder, cores(), most, trust)
+        if rates:
+            tried = ", ".join(f"{n} × {w}: {rate:.3g}" for (n, w), rate in rates.items())
+            err.print(f"runs at a time × workers, rounds/s: {tried}; taking {jobs} × {workers}", highlight=False)
+    work = Jobs(plan, folder, jobs, workers, trust)
     with SweepProgress(work) as progress:
         work.run(progress.look, progress.ended)
     return work.failed
@@ -104,7 +115,7 @@ def _show(plan: Sweep, folder: Path, as_json: bool) -> None:
         print(json.dumps(rows, indent=2))
         return
     if rows:
-        out.print(summary_table(rows, f"{plan.name}, scale {plan.scale}: mean ± deviation over seeds"))
+        show(summary_table(rows, f"{plan.name}, scale {plan.scale}: mean ± deviation over seeds"))
     out.print(f"written to {folder}: results.csv, results.jsonl, summary.csv", markup=False, highlight=False)
 
 
@@ -163,38 +174,3 @@ class SweepProgress:
             complain(f"{point.slug}: {complaint}")
         elif self._bars.disable:
             err.print(f"{self._count()}: {point.slug} is done", markup=False, highlight=False, soft_wrap=True)
-
-
-@app.command()
-def table(
-    name: Annotated[str | None, typer.Argument(help="a paper's table, as in fedsol-table1")] = None,
-    results: Annotated[list[Path] | None, typer.Argument(help="directories of sweeps, or their results.jsonl")] = None,
-    form: Annotated[Form, typer.Option("--format", help="how it is written")] = Form.terminal,
-    file: Annotated[Path | None, typer.Option("-o", "--out", help="write it to this file")] = None,
-) -> None:
-    """Our numbers beside the published ones, with the difference and what differs in the settings.
-
-    Without NAME, lists the tables. Without RESULTS, shows what was published.
-    """
-    from fedflat.report.sheets import FORMS, terminal
-    from fedflat.report.tables import compared, published, published_names
-    from fedflat.runs.sweep.results import read_rows
-
-    if name is None:
-        print("\n".join(published_names()))
-        return
-    rows = [row for source in results or [] for row in read_rows(source)]
-    sheet = compared(published(name), rows)
-    if file is None and form is Form.terminal:
-        print(terminal(sheet, out.width, out.is_terminal), end="")
-        return
-    text = FORMS[form.value](sheet)
-    if file is None:
-        print(text, end="")
-        return
-    from fedflat.runs.folder import write_whole, written_to
-
-    if not file.parent.is_dir():
-        raise RecipeError(f"--out {file}: there is no directory {file.parent}; make it, or choose another")
-    with written_to(file, "choose another --out"):
-        write_whole(file, text.encode(), public=True)

@@ -12,6 +12,7 @@ import typer
 
 from fedflat.cli.app import JsonOption, app, out
 from fedflat.errors import FedflatError, RunError
+from fedflat.files import opened, read_rest
 
 if TYPE_CHECKING:
     from fedflat.recipe import Recipe
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 @app.command()
 def watch(
-    directory: Annotated[Path, typer.Argument(help="run directory, also one that is still to come")],
-    every: Annotated[float, typer.Option(help="seconds between two looks", min=0.05)] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="show what there is now, and end")] = False,
+    directory: Annotated[Path, typer.Argument(help="run directory; the run may start later")],
+    every: Annotated[float, typer.Option(help="seconds between two reads", min=0.05)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print the current state and exit")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Follow a run of another process, or of another machine that shares the disk, until it ends.
 
-    --json prints what there is now, and ends.
+    --json prints the current state and exits.
     """
     run = Followed(directory)
     if not (once or as_json):
@@ -114,13 +115,13 @@ class Followed:
         return records
 
     def _appended(self) -> list[bytes]:
-        with self._metrics.open("rb") as file:
+        with opened(self._metrics) as file:
             file.seek(self._offset - len(self._last))
-            tail = file.read()
+            tail = read_rest(file)
             if not tail.startswith(self._last):
                 self.story, self._offset, self._last = None, 0, b""
                 file.seek(0)
-                tail = file.read()
+                tail = read_rest(file)
         whole = tail[len(self._last) : tail.rfind(b"\n") + 1]
         lines = whole.splitlines(keepends=True)
         self._offset, self._last = self._offset + len(whole), lines[-1] if lines else self._last
@@ -131,7 +132,9 @@ class Followed:
 
         if record := read_record(line):
             return record
-        raise RunError(f"{self._metrics}: holds a line that is no round's record: {line[:60]!r}; the file is damaged")
+        raise RunError(
+            f"{self._metrics}: holds a line that is not the record of a round: {line[:60]!r}; the file is damaged"
+        )
 
     def _over(self) -> bool:
         """Whether the summary is that of the current metrics: an extended run has metrics newer than its summary."""

@@ -41,7 +41,9 @@ from fedflat.rounds import (
     groups,
     misfit_memory,
     one_thread,
+    unless_seen,
 )
+from fedflat.trusted import refuse_untrusted
 
 RETRIES = 3  # of a task whose node or process was lost, before it counts as the client's failure
 POLL = 0.5  # seconds between checks of the deadlines
@@ -54,6 +56,13 @@ class Cluster:
     The problem and each round's vectors go into the object store once, and from there once to every node, whose
     processes read the samples in place. A task names clients and carries their memory. If a node is lost, Ray runs its
     tasks elsewhere. The tasks are the same, so the run ends with the same weights.
+
+    Args:
+        problem: what the recipe describes.
+        question: what the clients can be asked.
+        deadline: the seconds that a task may take; 0 means no limit.
+        address: the cluster to join; by default, a local one is started.
+        workers: the number of cores of a local cluster; 0 means all.
     """
 
     def __init__(
@@ -96,7 +105,7 @@ class Cluster:
                     yield Refusal(client, *fault) if fault else _completed(each)
 
     def release(self, client: int) -> None:
-        pass  # it goes with the upload
+        pass  # it is freed with the upload
 
     def kept(self, client: int) -> Vectors:
         return self._kept[client]
@@ -106,6 +115,7 @@ class Cluster:
             self.memory.keep(upload.client, self._kept[upload.client])
         self.memory.release(upload.client for upload in uploads)
 
+    @unless_seen
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
         board = self._ray.put(arrays({"weights": state.weights, "buffers": state.buffers}))
         spans = deque(chunks(self._problem.federation.size(part), chunk))
@@ -140,11 +150,11 @@ class Cluster:
                     yield what, Failure("hung", f"no answer after {self._deadline:g} s")
 
     def _sent(self, name: str, board: Any, *rest: Any) -> Any:
-        """Submit a task. Object references in a list are passed by name and fetched once per process."""
+        """Submit a task. Object references in a list are passed as references and fetched once per process."""
         return self._task.remote(name, [self._store], [board], *rest)
 
     def _most(self) -> int:
-        """The number of tasks in flight: two per core, so that no core waits for us; one if there is a deadline."""
+        """The number of tasks in flight: two per core, so that no core is idle; one per core if there is a deadline."""
         cores = int(self._ray.cluster_resources().get("CPU", 1))
         return max(1, cores if self._deadline else 2 * cores)
 
@@ -165,7 +175,7 @@ class Cluster:
 
 
 def _connect(address: str | None, workers: int) -> tuple[Any, bool]:
-    """Connect to Ray; return it and whether this process started or joined it and must leave it."""
+    """Connect to Ray; return the module, and whether this call connected to it, so that `close` must disconnect."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise Ray warns of an upcoming change
     try:
@@ -178,10 +188,11 @@ def _connect(address: str | None, workers: int) -> tuple[Any, bool]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     try:
         if address:
+            refuse_untrusted("ray", f"engine.address = {address!r}: who joins a Ray cluster runs what it sends")
             _knock(address)
             ray.init(address=address, **quiet)
-        else:
-            ray.init(num_cpus=workers or None, include_dashboard=False, **quiet)
+        else:  # without "local" Ray would join whatever cluster another user of this machine has announced in /tmp
+            ray.init(address="local", num_cpus=workers or None, include_dashboard=False, **quiet)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         where = f"engine.address = {address!r}: no Ray cluster answers there" if address else "Ray does not start here"
         raise TrainingError(f"{where} ({str(error).splitlines()[0]})") from None

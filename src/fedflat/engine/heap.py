@@ -25,7 +25,7 @@ def _glibc(function: str, *arguments: int) -> None:
 def keep_freed_memory(below: int = 32 * 2**20) -> None:
     """Keep the memory that a step frees for the next step, instead of returning and zeroing it every time.
 
-    Without this, every step of a convolutional network page-faults its activations in again, MAN's most of all.
+    Without this, every step of a convolutional network page-faults its activations in again, most of all with MAN.
 
     Args:
         below: size in bytes; blocks of this size or larger still get mappings of their own.
@@ -42,8 +42,8 @@ def give_freed_memory_back() -> None:
 class FirstStepApart:
     """Passes batches on; during a worker's first step, large blocks are allocated outside the heap.
 
-    In a process's first step torch makes its permanent allocations. If they were placed between the activations, these
-    would not fit into the same places again.
+    In a process's first step torch makes its permanent allocations. If they were placed between the activations, those
+    of later steps would not fit into the same places.
     """
 
     def __init__(self) -> None:

@@ -26,6 +26,7 @@ from fedflat.rounds import (
     groups,
     misfit_memory,
     one_thread,
+    unless_seen,
 )
 
 
@@ -65,7 +66,7 @@ class Inline:
         ]
 
     def release(self, client: int) -> None:
-        pass  # it goes with the upload
+        pass  # it is freed with the upload
 
     def kept(self, client: int) -> Vectors:
         return self._kept[client]
@@ -75,6 +76,7 @@ class Inline:
             self.memory.keep(upload.client, self._kept[upload.client])
         self.memory.release(upload.client for upload in uploads)
 
+    @unless_seen
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
         samples = self._problem.federation.size(part)
         with one_thread():

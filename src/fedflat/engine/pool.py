@@ -45,6 +45,7 @@ from fedflat.rounds import (
     ServerState,
     chunks,
     groups,
+    unless_seen,
 )
 
 # Forked workers start at once with torch and the data in place. Where forking is not safe they import and map them.
@@ -69,7 +70,16 @@ class Pool:
 
     All tasks of a round are in one pipe, as records of fixed size. A worker takes the next task as soon as it has
     finished its last, without coordination, and a killed worker holds no lock. Each worker answers through its own
-    pipe. A client's local round may take `deadline` seconds; 0 means no limit.
+    pipe.
+
+    Args:
+        problem: what the recipe describes.
+        state: the server's first state, for the type of the weights.
+        slots: the largest number of uploads in a round.
+        workers: the number of worker processes.
+        question: what the clients can be asked.
+        deadline: the seconds that a client's local round may take; 0 means no limit.
+        start: how processes are started: "fork" or "spawn".
     """
 
     def __init__(
@@ -82,7 +92,7 @@ class Pool:
         deadline: float = 0.0,
         start: str = START,
     ) -> None:
-        keep_freed_memory(below=FREED)  # the vectors of a large model leave no memory behind on the server
+        keep_freed_memory(below=FREED)  # the server returns the memory of a large model's vectors
         self._problem, self._slots, self._question, self._deadline = problem, slots, question, deadline
         self._scratch = Scratch(problem.room(slots))
         self._shared = Shared(self._scratch, problem, state, slots, workers)
@@ -159,6 +169,7 @@ class Pool:
             self.memory.keep(upload.client, self.kept(upload.client))
         self._shared.release()
 
+    @unless_seen
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
         self._shared.show(state)
         spans = chunks(self._problem.federation.size(part), chunk)
@@ -170,18 +181,18 @@ class Pool:
 
     def ask(
         self, state: ServerState, vector: Tensor, clients: Sequence[int], about: About = "hessian"
-    ) -> Iterator[tuple[int, Tensor]]:
+    ) -> Iterator[tuple[int, Any]]:
         self._shared.show(state, vector=vector)
         for start in range(0, len(clients), self._slots):
             some = clients[start : start + self._slots]
             self._shared.lay(some)
             tasks = [Task(b"as", next(self._numbers), ABOUT.index(about), 0.0, i, i + 1) for i in range(len(some))]
-            told, due = set[int](), 0
+            told, due = dict[int, Any](), 0
             for task, answer in self._each(tasks):
-                _sure(answer, f"client {some[task.start]}")
-                told.add(task.start)
+                told[task.start] = _sure(answer, f"client {some[task.start]}")
                 while due in told:
-                    yield some[due], self._shared.slots[due]["delta"]
+                    answer = told.pop(due)
+                    yield some[due], self._shared.slots[due]["delta"] if answer is None else answer
                     due += 1
 
     def _each(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Any]]:
@@ -194,7 +205,7 @@ class Pool:
             self._lay(left)
             # Read the answers first: only the remaining tasks may be sent again.
             for number, answer in sorted(self._told(due), key=lambda told: told[0] == 0):
-                if number == 0:  # lost between two tasks; it may have taken one
+                if number == 0:  # a worker was lost between two tasks; it may have taken one
                     self._start_over()
                     left = deque(due.values())
                 elif number in due:
@@ -207,7 +218,7 @@ class Pool:
         self._given_up = False
 
     def _again(self, task: Task, answer: Failure, lost: Counter[tuple[int, int]]) -> list[Task]:
-        """What to retry: a lost worker's task unless it was a single local round; a group's clients one by one."""
+        """The tasks to retry: a lost worker's task unless it was a single local round; a group's clients one by one."""
         trains, size = task.kind == b"lo", task.stop - task.start
         lost[task.start, task.stop] += 1
         if answer.reason == "died" and (size > 1 or not trains) and lost[task.start, task.stop] <= RETRIES:
@@ -246,7 +257,7 @@ class Pool:
         """Replace a worker that died or hung at a task; return its last answers and what was lost."""
         worker = self._workers[pipe][0]
         code, told = self._dismiss(pipe, 0.0 if hung else 0.2)
-        # Its numbers are stable only once it has exited.
+        # A worker's shared numbers are final only once it has exited.
         number, stage = int(self._shared.busy[0][worker]), STAGES[int(self._shared.stage[worker])]
         self._hire(worker)
         if not hung:

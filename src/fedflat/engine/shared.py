@@ -52,8 +52,7 @@ class Shared:
     def __init__(self, scratch: Scratch, problem: Problem, state: ServerState, slots: int, workers: int) -> None:
         size, statistics, dtype = problem.network.size, problem.network.buffers.numel(), state.weights.dtype
         shared = 0 if "buffers" in problem.memory else statistics
-        found = problem.method.found.sent
-        sent = {"weights": size} | {name: size if n is None else n for name, n in found.items()}
+        sent = problem.method.sent_sizes(problem.network.layout)
         uploads = dict.fromkeys(("delta", *problem.method.uploads), size)
         self.board = Tables(scratch.path / "sent", 1, {**sent, "buffers": shared}, dtype)
         evaluated = {"weights": size, "buffers": statistics, "vector": size}
@@ -72,7 +71,7 @@ class Shared:
         self.stage = Table(scratch.path / "stage", workers, 1, torch.int64)
 
     def lay(self, clients: Sequence[int]) -> None:
-        """Set the order of a round: its clients. A client's place in the order is also its upload's slot."""
+        """Set the clients of a round, in order. A client's place in the order is also its upload's slot."""
         self.order[0][: len(clients)] = torch.tensor(clients)
 
     def who(self, start: int, stop: int) -> list[int]:
@@ -92,15 +91,21 @@ class Shared:
         return model["weights"], model.get("buffers", worker.problem.network.buffers)
 
     def stripped(self, upload: Upload, kept: Vectors, slot: int) -> Numbers:
-        """Worker side: move the vectors into the slot and return the numbers for the message."""
+        """Worker side: move the vectors into the slot and return the numbers for the message.
+
+        A vector that the client both uploads and keeps (FedSMOO's dual) is stored once.
+        """
+        pairs = ((name, v, other, w) for name, v in upload.vectors.items() for other, w in kept.items())
+        same = {name: other for name, v, other, w in pairs if v.shape == w.shape and v.data_ptr() == w.data_ptr() != 0}
+        own = {name: vector for name, vector in upload.vectors.items() if name not in same}
         try:
-            self.slots.write(slot, {"delta": upload.delta, **upload.vectors})
+            self.slots.write(slot, {"delta": upload.delta, **own})
             self.kept.write(slot, kept)
         except OSError as error:
             raise RunError(f"client {upload.client}: no room for its upload ({error.strerror}); {ADVICE}") from None
         self.release()
-        small = {name: vector.tolist() for name, vector in upload.vectors.items() if name not in self.slots}
-        return {**numbers(upload), "vectors": small, "norm": upload.norm}
+        small = {name: vector.tolist() for name, vector in own.items() if name not in self.slots}
+        return {**numbers(upload), "vectors": small, "same": same, "norm": upload.norm}
 
     def release(self) -> None:
         """Drop the pages of the uploads from this process."""
@@ -117,6 +122,7 @@ class Shared:
         vectors = self.slots[slot]
         delta = vectors.pop("delta")
         vectors |= {name: delta.new_tensor(values) for name, values in message.pop("vectors").items()}
+        vectors |= {name: self.kept[slot][other] for name, other in message.pop("same").items()}
         norm = message.pop("norm")
         upload = Upload(**message, delta=delta, vectors=vectors)
         vars(upload)["norm"] = norm

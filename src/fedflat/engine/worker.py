@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedflat.engine.heap import give_freed_memory_back, settled_worker
 from fedflat.engine.shared import RECORD, Failure, Numbers, Shared, Task
@@ -33,7 +34,18 @@ def serve(
     inherited: Sequence[Connection],
     parent: int,
 ) -> None:
-    """Run tasks and answer them until the server closes the pipe or is killed."""
+    """Run tasks and answer them until the server closes the pipe or is killed.
+
+    Args:
+        number: this worker's number.
+        problem: what the recipe describes.
+        question: what the clients can be asked.
+        shared: the vectors shared with the server.
+        tasks: the pipe from which all workers take tasks.
+        answer: the pipe for this worker's answers.
+        inherited: ends of pipes that belong to the server and are closed here.
+        parent: the server's process ID.
+    """
     for end in inherited:
         end.close()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -77,20 +89,25 @@ def _local_rounds(worker: Worker, shared: Shared, task: Task) -> list[Numbers | 
     shared.memory.release(clients)
     del trained
     if worker.problem.network.weights.nbytes >= FREED:
-        give_freed_memory_back()  # else the heap grows over the first clients, whose blocks do not fit into old holes
+        give_freed_memory_back()  # otherwise the heap grows at first: new blocks do not fit into old holes
     return answers
 
 
 def _left(worker: Worker, shared: Shared, upload: Upload, kept: Vectors, slot: int) -> Numbers | Failure:
-    """Copy an upload into its slot. One of another size or dtype would be broadcast or converted silently."""
+    """Check an upload and copy it into its slot; the copy would silently broadcast or convert a wrong size or dtype."""
     fault = misfit(upload, worker.problem) or misfit_memory(kept, worker.problem)
     return Failure(*fault) if fault else shared.stripped(upload, kept, slot)
 
 
-def _tell(worker: Worker, shared: Shared, task: Task) -> None:
+def _tell(worker: Worker, shared: Shared, task: Task) -> Any:
+    """Answer a question: a vector goes into the slot, anything else into the message."""
     (client,) = shared.who(task.start, task.stop)
     vector, about = shared.model[0]["vector"], ABOUT[task.round]
-    shared.slots.write(task.start, {"delta": worker.answer(*shared.evaluated(worker), client, vector, about)})
+    answer = worker.answer(*shared.evaluated(worker), client, vector, about)
+    if not isinstance(answer, Tensor):
+        return answer
+    shared.slots.write(task.start, {"delta": answer})
+    return None
 
 
 def _score(worker: Worker, shared: Shared, task: Task) -> Score:

@@ -2,12 +2,18 @@
 
 from fedflat.federation.augment import Augment
 from fedflat.federation.authors import splits_by
-from fedflat.federation.datasets import Dataset, Samples, load
-from fedflat.federation.population import Federation, batch_steps, federate
-from fedflat.federation.sizes import load_npz
+from fedflat.federation.dataset import Dataset, Samples
+from fedflat.federation.datasets import known_datasets, load
+from fedflat.federation.decoded import DECODED_FOLDER
+from fedflat.federation.federating import GIVEN, federate, saved_shards
+from fedflat.federation.population import Federation, batch_steps
+from fedflat.federation.raw_inputs import normalised_inputs, take_normalised, taking_raw
+from fedflat.federation.sizes import load_npz, save_npz
 from fedflat.federation.splits import Floats
 
 __all__ = [
+    "DECODED_FOLDER",
+    "GIVEN",
     "Augment",
     "Dataset",
     "Federation",
@@ -15,7 +21,13 @@ __all__ = [
     "Samples",
     "batch_steps",
     "federate",
+    "known_datasets",
     "load",
     "load_npz",
+    "normalised_inputs",
+    "save_npz",
+    "saved_shards",
     "splits_by",
+    "take_normalised",
+    "taking_raw",
 ]

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from fedflat.errors import DataError
-from fedflat.federation.datasets import Dataset, Samples, data_directory
+from fedflat.federation.dataset import Dataset, Samples
+from fedflat.federation.datasets import data_directory
 from fedflat.federation.formats import find
 from fedflat.federation.text import (
     LETTERS,
@@ -33,7 +34,7 @@ from fedflat.federation.text import (
 from fedflat.tokens import PADDING
 
 AG_NEWS = (120_000, 7_600)
-TESTED = 0.2  # share of a text that is for testing, the end of it
+TESTED = 0.2  # share of a text, at its end, that is for testing
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,10 @@ class Cut:
         return "classification" if self.predict == "next" else "next-token"
 
 
-def shakespeare(directory: Path | None, cut: Cut = Cut()) -> Dataset:  # noqa: B008 - it is frozen
+AS_USUAL = Cut()  # every setting as the data set has it
+
+
+def shakespeare(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
     """Shakespeare's plays by speaking role, as in LEAF: 80 characters, of which the next one is predicted.
 
     The file is tiny-shakespeare, so roles of the same name in several plays are one. As in LEAF, a speech is preceded
@@ -91,7 +95,7 @@ def shakespeare(directory: Path | None, cut: Cut = Cut()) -> Dataset:  # noqa: B
     return _language("shakespeare", train, test, letters.size, window, cut)
 
 
-def plain_text(directory: Path | None, cut: Cut = Cut()) -> Dataset:  # noqa: B008 - it is frozen
+def plain_text(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
     """A user's own text file, or a folder of .txt files whose owners are different clients; the end is for testing."""
     path = _required(directory, "text", "a text file or a folder of them")
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
@@ -104,8 +108,8 @@ def plain_text(directory: Path | None, cut: Cut = Cut()) -> Dataset:  # noqa: B0
     return _language_of("text", [text for text in texts.values() if len(text) >= cut.shortest], cut)
 
 
-def json_lines(directory: Path | None, cut: Cut = Cut()) -> Dataset:  # noqa: B008 - it is frozen
-    """A user's own JSON-lines file of objects with `text`, perhaps `label` to predict, and perhaps `client`.
+def json_lines(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
+    """A user's own JSON-lines file of objects with `text`, optionally `label` to predict, and optionally `client`.
 
     Without labels the texts are for predicting their tokens. Every fifth text of a client is for testing.
     """
@@ -113,7 +117,14 @@ def json_lines(directory: Path | None, cut: Cut = Cut()) -> Dataset:  # noqa: B0
     return of_rows("jsonl", list(read_json_lines(path)), None, cut, str(path))
 
 
-def ag_news(directory: Path | None, cut: Cut = Cut()) -> Dataset:  # noqa: B008 - it is frozen
+def hub_folder(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
+    """A user's own folder of Hugging Face's `datasets`, with the columns that `hub_dataset` takes by default."""
+    from fedflat.federation.hub_data import hub_dataset  # it imports this module
+
+    return hub_dataset(_required(directory, "datasets", "a folder"), cut=cut).dataset
+
+
+def ag_news(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
     """AG News by its official CSV files: class, title and description; four classes, 120,000 + 7,600 texts."""
     folder = data_directory(directory) / "ag-news"
     train, test = (_news(find(folder, f"{part}.csv")) for part in ("train", "test"))
@@ -163,8 +174,8 @@ def of_rows(name: str, train: Sequence[Row], test: Sequence[Row] | None, cut: Cu
 
     def samples(some: Sequence[Row]) -> Samples:
         ids = [tokens.encode(row.text) for row in some]
-        if empty := next((i for i, each in enumerate(ids) if not len(each)), None):
-            raise DataError(f"{where}: text {empty + 1} has no word")
+        if empty := next((i for i, each in enumerate(ids, start=1) if not len(each)), 0):
+            raise DataError(f"{where}: text {empty} has no word")
         inputs = narrow(padded(ids, window, PADDING), tokens.size)
         labels = torch.tensor([number[row.label or ""] for row in some])
         return Samples(torch.from_numpy(inputs), labels, _owners(some, owner))
@@ -218,7 +229,7 @@ def _language(
 
 
 def _divided(said: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The first speeches for training, the last fifth for testing: one of two, none of one."""
+    """The first speeches for training and the last fifth for testing: one of two, and none of a single one."""
     kept = len(said) - max(int(TESTED * len(said)), min(len(said) - 1, 1))
     return said[:kept], said[kept:]
 
@@ -251,4 +262,5 @@ CORPORA: dict[str, Callable[[Path | None, Cut], Dataset]] = {
     "ag-news": ag_news,
     "text": plain_text,
     "jsonl": json_lines,
+    "datasets": hub_folder,
 }

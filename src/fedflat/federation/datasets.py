@@ -1,13 +1,14 @@
-"""The data sets of the papers, and a user's own arrays, as tensors: who may hold what comes later, in the partition.
+"""The data sets by name: where their files are, and how they become tensors.
 
-They lie in one directory, a folder per data set with its official files, packed or unpacked::
+They are in one directory, with a folder per data set that holds its official files, packed or unpacked::
 
     cifar10/cifar-10-binary.tar.gz      mnist/train-images-idx3-ubyte.gz …      pathmnist/pathmnist.npz
 """
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,113 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from platformdirs import user_cache_dir
-from torch import Tensor
 
-from fedflat.errors import DataError, RecipeError, nearest
+from fedflat.errors import DataError, FedflatError, RecipeError, nearest
 from fedflat.federation import formats
+from fedflat.federation.arrays import read_arrays
+from fedflat.federation.dataset import Dataset, Samples
+from fedflat.federation.decoded import decoded_once
 from fedflat.federation.formats import Labelled, Split
-from fedflat.randomness import generator
-from fedflat.tokens import IGNORED, PADDING, is_tokens
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Inputs with labels and perhaps their natural owners (N,).
-
-    Inputs are uint8 images (N, C, H, W), floating numbers (N, …), or token ids (N, T) of another integer type, padded
-    with −1. Labels are classes (N,), classes of every token (N, T), of which −100 do not count, or floating targets.
-    """
-
-    inputs: Tensor
-    labels: Tensor
-    groups: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if len(self.inputs) != len(self.labels) or (self.groups is not None and len(self.groups) != len(self.labels)):
-            raise DataError(f"samples: {len(self.inputs)} inputs with {len(self.labels)} labels; give one for each")
-        if self.labels.dtype != torch.int64 and not self.labels.is_floating_point():
-            raise DataError(f"samples: labels are {self.labels.dtype}; make them int64 classes, or floating targets")
-        if is_tokens(self.inputs) and self.inputs.ndim != 2:
-            raise DataError(
-                f"samples: token ids have the shape {tuple(self.inputs.shape)}; give one row for each sample"
-            )
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def to(self, device: str) -> "Samples":
-        """The same samples in the memory of another device."""
-        return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device))
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """A training and a test part.
-
-    Attributes:
-        name: the name of the data set.
-        train: the training samples.
-        test: the test samples.
-        classes: the number of classes, or of the targets of a sample.
-        mean: mean of each channel, of inputs scaled to [0, 1].
-        std: standard deviation of each channel.
-        vocabulary: the number of tokens, if the inputs are token ids.
-        task: the task that the labels are for (`fedflat.tasks`), unless a recipe says otherwise.
-    """
-
-    name: str
-    train: Samples
-    test: Samples
-    classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    vocabulary: int = 0
-    task: str = "classification"
-
-    def __post_init__(self) -> None:
-        for part in (self.train, self.test):
-            if not len(part):
-                raise DataError(f"{self.name}: it needs at least one training and one test sample")
-            if part.labels.dtype == torch.int64:
-                self._check_classes(part.labels.reshape(len(part), -1))
-            if is_tokens(part.inputs):
-                self._check_tokens(part.inputs)
-
-    def _check_classes(self, labels: Tensor) -> None:
-        counts = labels != IGNORED
-        if not bool((((labels >= 0) & (labels < self.classes)) | ~counts).all()):
-            raise DataError(f"{self.name}: labels must be classes from 0 to {self.classes - 1}")
-        if not bool(counts.any(dim=1).all()):
-            sample = int(counts.any(dim=1).int().argmin())
-            raise DataError(f"{self.name}: all labels of sample {sample} are {IGNORED}, so it teaches nothing")
-
-    def _check_tokens(self, tokens: Tensor) -> None:
-        low, high = int(tokens.min()), int(tokens.max())
-        if not PADDING <= low <= high < self.vocabulary:
-            raise DataError(
-                f"{self.name}: token ids go from {low} to {high}, where 0 to {self.vocabulary - 1} are known and "
-                f"{PADDING} is padding"
-            )
-        here = tokens >= 0
-        if not bool(here[:, 0].all()) or not bool((here[:, 1:] <= here[:, :-1]).all()):
-            raise DataError(f"{self.name}: a sample has padding before a token; pad rows of tokens at their end")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one input."""
-        return tuple(self.train.inputs.shape[1:])
-
-    def class_counts(self) -> list[int] | None:
-        """The number of training labels of each class; None if labels are not classes."""
-        labels = self.train.labels
-        return None if labels.is_floating_point() else labels[labels >= 0].bincount(minlength=self.classes).tolist()
-
-    def limited(self, size: int, seed: int) -> "Dataset":
-        """With at most so many training samples, drawn by the seed; the test part is whole."""
-        drawn = torch.randperm(len(self.train), generator=generator(seed, "limit"))[:size].sort().values
-        groups = None if self.train.groups is None else self.train.groups[drawn]
-        return replace(self, train=Samples(self.train.inputs[drawn], self.train.labels[drawn], groups))
-
+from fedflat.trusted import named_class
 
 Source = Callable[[Path | None], Dataset]
 """Makes a data set out of the data directory."""
@@ -131,35 +33,69 @@ def load(name: str, directory: Path | str | None = None, **cut: Any) -> Dataset:
     """The data set of that name, from the data directory (see `data_directory`).
 
     For the name `arrays`, `directory` is the path of an .npz file (see `read_arrays`), and for `text` and `jsonl` that
-    of the user's own text. `cut` says how a text becomes samples (`corpora.Cut`); other data sets do not look at it.
+    of the user's own text. `cut` says how a text becomes samples (`corpora.Cut`); other data sets ignore it.
 
     >>> digits = load("digits")
     >>> digits.shape, digits.classes, len(digits.train), len(digits.test)
     ((1, 8, 8), 10, 1442, 355)
     """
-    from fedflat.federation.corpora import CORPORA, Cut  # they are made of what is in this file
+    from fedflat.federation.corpora import CORPORA, Cut  # it imports this module
 
     place = None if directory is None else Path(directory).expanduser()
+    where = data_directory(place).absolute()
     if name in CORPORA:
-        return CORPORA[name](place, Cut(**cut))
+        how = Cut(**cut)
+        return decoded_once(lambda: CORPORA[name](place, how), name, where, how)
+    if ":" in name:
+        return _of_class(name, place)
     if name not in DATASETS:
-        raise RecipeError(f"there is no data set {name!r}; {nearest(name, [*DATASETS, *CORPORA])}")
-    return DATASETS[name](place)
+        path = ", and no CSV file or folder of images there" if {*name} & {*"/\\."} else ""
+        raise RecipeError(f"there is no data set {name!r}{path}; {nearest(name, known_datasets())}")
+    return decoded_once(lambda: DATASETS[name](place), name, where)
+
+
+def known_datasets() -> list[str]:
+    """The names of all data sets."""
+    from fedflat.federation.corpora import CORPORA
+
+    return [*DATASETS, *CORPORA]
+
+
+def _of_class(path: str, place: Path | None) -> Dataset:
+    """A data set of the user's own code: the trusted subclass of `Dataset` at `package.module:Name`.
+
+    It is made with the recipe's `data.dir`, a path or None.
+    """
+    made: Callable[[Path | None], Dataset] = named_class(path, Dataset, "data.name")
+    try:
+        found = made(place)
+        return Dataset(**{each.name: getattr(found, each.name) for each in fields(Dataset)})
+    except FedflatError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise DataError(f"data.name = {path!r}: could not be made ({type(error).__name__}: {error})") from error
 
 
 def data_directory(directory: Path | str | None = None) -> Path:
-    """The argument, else the environment variable FEDFLAT_DATA, else the user's cache folder."""
+    """The data directory: the argument, else the environment variable FEDFLAT_DATA, else the user's cache folder."""
     return Path(directory or os.environ.get("FEDFLAT_DATA") or user_cache_dir("fedflat")).expanduser()
 
 
 def whereabouts(name: str, directory: Path | None = None) -> str | None:
-    """In words where a data set comes from, or None if its folder is not there or holds nothing whole."""
+    """A text that says where a data set comes from, or None if its folder is missing or empty.
+
+    Raises:
+        DataError: one of its archives is cut short.
+    """
     source = DATASETS.get(name)
     if isinstance(source, Official) or name in ("shakespeare", "ag-news"):
         folder = source.folder(directory) if isinstance(source, Official) else data_directory(directory) / name
         files = [p for p in folder.iterdir() if p.suffix not in (".part", ".bad")] if folder.is_dir() else []
+        if broken := next(filter(formats.is_cut_short, files), None):
+            raise DataError(f"{broken} is incomplete; delete it, then run `fedflat data get {name}`")
         return str(folder) if files else None
     own = {"digits": "comes with scikit-learn", "arrays": "your own .npz file: data.dir = its path"}
+    own["datasets"] = "your own folder of Hugging Face's datasets: data.dir = its path"
     return own.get(name, "your own text: data.dir = its path")
 
 
@@ -265,89 +201,19 @@ def _medmnist(name: str, channels: int, classes: int, train: int, test: int) -> 
 
 def _digits(_: Path | None) -> Dataset:
     """scikit-learn's 8 × 8 digits with 0 … 16 stretched to 0 … 255; every fifth sample of a class is for testing."""
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    images = np.rint(bunch.images[:, None] * (255 / 16)).astype(np.uint8)
-    labels = bunch.target.astype(np.int64)
+    # A row has 64 pixels and the digit. scikit-learn itself is not imported: that takes longer than importing torch.
+    package = find_spec("sklearn")
+    file = Path((package and package.origin) or "").parent / "datasets" / "data" / "digits.csv.gz"
+    if not file.exists():
+        raise DataError("the data set digits is a file of scikit-learn (datasets/data/digits.csv.gz), which is missing")
+    rows = np.loadtxt(file, delimiter=",")
+    images = np.rint(rows[:, :64].reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.uint8)
+    labels = rows[:, 64].astype(np.int64)
     test = np.zeros(len(labels), bool)
     for digit in range(10):
         test[np.flatnonzero(labels == digit)[4::5]] = True
     train, held_out = ((images[rows], labels[rows]) for rows in (~test, test))
     return Dataset("digits", _samples(train), _samples(held_out), 10, (0.305,), (0.376,))
-
-
-def read_arrays(path: Path | None) -> Dataset:
-    """A user's own .npz: x_train, y_train, x_test, y_test, and perhaps groups_train, groups_test, mean and std.
-
-    Inputs are uint8 images (N, C, H, W) or (N, H, W), or floating numbers (N, …); labels count from 0.
-    Without `mean` and `std`, images are mapped to [−1, 1] (.5, .5) and floating numbers stay as they are (0, 1).
-    """
-    if path is None:
-        raise DataError("the data set arrays needs the path of an .npz file as its directory")
-    content = formats.read_npz(
-        path, ["x_train", "y_train", "x_test", "y_test"], ["groups_train", "groups_test", "mean", "std"]
-    )
-    train, test = (_own_samples(path, content, part) for part in ("train", "test"))
-    if train.inputs.shape[1:] != test.inputs.shape[1:] or train.inputs.dtype != test.inputs.dtype:
-        raise DataError(f"{path} has inputs of different shape or type in x_train and x_test")
-    channels = train.inputs.shape[1] if train.inputs.ndim == 4 else 1
-    usual = (0.5, 0.5) if train.inputs.dtype == torch.uint8 else (0.0, 1.0)
-    mean, std = (
-        _statistic(path, content, name, channels, value) for name, value in zip(("mean", "std"), usual, strict=True)
-    )
-    if min(std) <= 0:
-        raise DataError(f"{path} has a std that is not positive")
-    classes = 1 + max(int(train.labels.max()), int(test.labels.max()))
-    if classes > len(train) + len(test):
-        raise DataError(f"{path} has the label {classes - 1}, which makes more classes than samples; count them from 0")
-    return Dataset("arrays", train, test, classes, mean, std)
-
-
-def _own_samples(path: Path, content: dict[str, NDArray[Any]], part: str) -> Samples:
-    inputs = _own_inputs(path, f"x_{part}", content[f"x_{part}"])
-    labels = _own_integers(path, f"y_{part}", content[f"y_{part}"], len(inputs))
-    groups = content.get(f"groups_{part}")
-    owners = None if groups is None else _own_integers(path, f"groups_{part}", groups, len(inputs))
-    if labels.min() < 0:
-        raise DataError(f"{path} has the label {labels.min()} in y_{part}; labels count from 0")
-    return Samples(
-        torch.from_numpy(inputs), torch.from_numpy(labels), None if owners is None else torch.from_numpy(owners)
-    )
-
-
-def _own_inputs(path: Path, name: str, inputs: NDArray[Any]) -> NDArray[Any]:
-    if inputs.ndim < 2 or not inputs.size:
-        raise DataError(f"{path} has {name} of shape {inputs.shape}; one row per sample is expected, and at least one")
-    if inputs.dtype == np.uint8 and inputs.ndim in (3, 4):
-        images = inputs[:, None] if inputs.ndim == 3 else inputs
-        if images.shape[1] > 4 and images.shape[3] <= 4:
-            raise DataError(f"{path} has {name} of shape {images.shape}; store images as (N, C, H, W)")
-        return np.ascontiguousarray(images)
-    if not np.issubdtype(inputs.dtype, np.floating):
-        raise DataError(
-            f"{path} has {name} as {inputs.dtype}, {inputs.ndim} axes; store uint8 images or floating numbers"
-        )
-    if not np.isfinite(inputs).all():
-        raise DataError(f"{path} has a number in {name} that is not finite")
-    return np.ascontiguousarray(inputs, np.float32)
-
-
-def _own_integers(path: Path, name: str, values: NDArray[Any], samples: int) -> NDArray[np.int64]:
-    if not np.issubdtype(values.dtype, np.integer) or values.size != samples:
-        raise DataError(
-            f"{path} has {name} as {values.size} × {values.dtype}; an integer for each of {samples} samples is expected"
-        )
-    return values.reshape(samples).astype(np.int64)
-
-
-def _statistic(
-    path: Path, content: dict[str, NDArray[Any]], name: str, channels: int, usual: float
-) -> tuple[float, ...]:
-    values = content.get(name, np.array(usual)).ravel()
-    if values.size not in (1, channels) or not np.isfinite(values).all():
-        raise DataError(f"{path} has {name} of {values.size} numbers; one for each of {channels} channels is expected")
-    return tuple(float(value) for value in np.broadcast_to(values, channels))
 
 
 # The table -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Fetches the official files of a data set, resuming what broke off and checking the published MD5 sums."""
+"""Downloads the official files of a data set, resumes interrupted downloads and checks the published sums."""
 
 import hashlib
 import http.client
@@ -101,7 +101,16 @@ REMOTES: dict[str, tuple[Remote, ...]] = {
 
 
 def get(name: str, directory: Path | str | None = None, progress: Progress | None = None) -> Path:
-    """Fetch the files of a data set that are not there yet, and return its folder in the data directory."""
+    """Fetch the files of a data set that are not there yet, and return its folder in the data directory.
+
+    Args:
+        name: the name of the data set.
+        directory: the data directory; by default that of `data_directory`.
+        progress: called with a file's name, the bytes so far and the total, if it is known.
+
+    Raises:
+        RecipeError: the data set has no files to fetch.
+    """
     if name not in REMOTES:
         raise RecipeError(f"there are no files to fetch for {name!r}; {nearest(name, REMOTES)}")
     folder = data_directory(directory) / name
@@ -112,7 +121,7 @@ def get(name: str, directory: Path | str | None = None, progress: Progress | Non
 
 
 def fetch(remote: Remote, target: Path, progress: Progress) -> None:
-    """Download into `target.part`, going on where an earlier attempt broke off; rename once the MD5 sum is right."""
+    """Download into `target.part`, continuing an interrupted attempt; rename the file once its check sum is right."""
     part = target.with_name(target.name + ".part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +150,7 @@ def _transfer(remote: Remote, part: Path, progress: Progress) -> None:
         response = urllib.request.urlopen(urllib.request.Request(remote.address, headers=headers), timeout=_TIMEOUT)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416 and done:  # nothing is left to send: the MD5 sum tells whether the part is whole
+        if error.code == 416 and done:  # nothing is left to send: the check sum tells whether the part is whole
             return
         raise
     with response:
@@ -161,4 +170,4 @@ def _transfer(remote: Remote, part: Path, progress: Progress) -> None:
 
 
 def _silent(file: str, done: int, total: int | None) -> None:
-    """The progress that nobody watches."""
+    """A progress bar that shows nothing."""

@@ -1,4 +1,4 @@
-"""Readers of the official file formats; each gives arrays, or a `DataError` that names the file and its fault.
+"""Readers of the official file formats. Each returns arrays, or raises a `DataError` that names the file and its fault.
 
 Images are uint8 (N, C, H, W), labels int64 (N,). Nothing is unpickled, so the "python version" of CIFAR is not read.
 """
@@ -21,15 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.errors import DataError
+from fedflat.federation.matlab import read_matlab
+from fedflat.federation.pictures import check_pillow, picture
 from fedflat.federation.sizes import (
     MOST_TEXT,
     Bounded,
     ShortHeaders,
-    check_matlab,
     load_npz,
     read_at_most,
     read_exactly,
 )
+from fedflat.files import opened
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -53,8 +55,23 @@ def reading(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read and may be incomplete or damaged: {error}") from error
 
 
+def is_cut_short(path: Path) -> bool:
+    """Whether an archive (.gz, .zip, .npz) ends before its content does: gzip is read to the end."""
+    if path.suffix in (".zip", ".npz"):
+        return not zipfile.is_zipfile(path)
+    if path.suffix != ".gz":
+        return False
+    try:
+        with opened(path) as stream, gzip.open(stream) as unpacked:
+            while unpacked.read(2**20):
+                pass
+    except (OSError, EOFError, zlib.error):
+        return True
+    return False
+
+
 def find(folder: Path, *names: str) -> Path:
-    """The first of `names` that lies in the folder of a data set."""
+    """The first of `names` that is in the folder of a data set."""
     for name in names:
         if (folder / name).exists():
             return folder / name
@@ -62,7 +79,7 @@ def find(folder: Path, *names: str) -> Path:
 
 
 def find_tree(folder: Path, archive: str, root: str, marker: str) -> Path:
-    """The unpacked directory that holds `marker` (`folder/root` or `folder` itself), else the archive."""
+    """The unpacked directory that holds the file `marker` (`folder/root` or `folder` itself), else the archive."""
     for place in (folder / root, folder):
         if (place / marker).exists():
             return place
@@ -88,12 +105,12 @@ def stored(path: Path) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
             for file in map(Path(place).joinpath, files):
                 yield file.relative_to(path).as_posix(), partial(_open, file)
     elif path.suffix == ".zip":
-        with zipfile.ZipFile(path) as packed:
+        with opened(path) as stream, zipfile.ZipFile(stream) as packed:
             for info in packed.infolist():
                 yield info.filename, partial(packed.open, info)
     else:
         # tarfile's own "r|gz" does not compare the check sum at the end of the gzip stream; GzipFile does.
-        with gzip.open(path) as unpacked:
+        with opened(path) as stream, gzip.open(stream) as unpacked:
             plain: Any = Bounded(path, unpacked)
             with tarfile.open(fileobj=plain, mode="r|", tarinfo=ShortHeaders) as archive:
                 while (member := archive.next()) is not None:
@@ -104,7 +121,7 @@ def stored(path: Path) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
 
 
 def _open(file: Path) -> IO[bytes]:
-    return open(file, "rb")
+    return opened(file)
 
 
 def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
@@ -116,7 +133,7 @@ def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 
 def read_idx(path: Path) -> Images:
     """An IDX file of bytes, plain or gzipped: 0, 0, type 8, number of axes, each length as big-endian uint32, data."""
-    with reading(path), gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as stream:
+    with reading(path), opened(path) as file, gzip.open(file) if path.suffix == ".gz" else file as stream:
         head = stream.read(4)
         if len(head) < 4 or head[:3] != b"\0\0\x08":
             raise DataError(f"{path} is not an IDX file of bytes: it begins with {head.hex(' ') or 'nothing'}")
@@ -128,6 +145,8 @@ def read_idx(path: Path) -> Images:
             raise DataError(f"{path} has {there} bytes where its header {shape} asks for more")
         if stream.read(1):
             raise DataError(f"{path} has more than the {prod(shape)} bytes that its header {shape} asks for")
+        if 0 in shape:  # NumPy refuses an empty array whose other axes are huge
+            raise DataError(f"{path} has no data: its header asks for {shape}")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -146,15 +165,21 @@ def read_cifar(path: Path, counts: Mapping[str, int], label_bytes: int, classes:
     """The records of the files named in `counts`, in that order, each read straight into its place.
 
     A record is `label_bytes` labels, of which the last is the finest, then 1024 bytes each of red, green and blue.
+
+    Args:
+        path: the directory or the archive.
+        counts: the number of records in each file.
+        label_bytes: number of labels in a record.
+        classes: number of classes of the last label.
     """
     ends = np.cumsum(list(counts.values()))
     place = {file: slice(end - counts[file], end) for file, end in zip(counts, ends, strict=True)}
     images = np.empty((sum(counts.values()), 3, 32, 32), np.uint8)
     labels = np.empty(len(images), np.int64)
     with reading(path):
-        for name, opened in stored(path):
+        for name, open_it in stored(path):
             if at := place.pop(name.rpartition("/")[2], None):
-                with opened() as stream:
+                with open_it() as stream:
                     _fill(f"{path}: {name}", stream, images[at], labels[at], label_bytes)
     if place:
         raise DataError(f"{next(iter(place))} is missing in {path}")
@@ -176,7 +201,7 @@ def _fill(name: str, stream: IO[bytes], images: Images, labels: Labels, label_by
 
 
 def find_cifar(folder: Path, name: str, root: str, marker: str) -> Path:
-    """The binary version of CIFAR, packed or unpacked; a sentence when only the pickled version is there."""
+    """The binary version of CIFAR, packed or unpacked; an error if only the pickled version is there."""
     pickled = [
         file for file in (f"{name}-python.tar.gz", f"{name}-python", f"{name}-batches-py") if (folder / file).exists()
     ]
@@ -195,16 +220,8 @@ def find_cifar(folder: Path, name: str, root: str, marker: str) -> Path:
 
 def read_svhn(path: Path) -> Labelled:
     """SVHN's cropped digits: X (32, 32, 3, N) and y (N, 1) of a MATLAB 5 file, where the label 10 means the digit 0."""
-    from scipy.io import loadmat
-
-    with reading(path), open(path, "rb") as stream:
-        check_matlab(path, stream)
-        try:
-            content = loadmat(stream, variable_names=["X", "y"])
-        except OSError:
-            raise
-        except Exception as error:  # what loadmat raises about a damaged file is not documented
-            raise ValueError(f"it is not a MATLAB 5 file ({error})") from error
+    with reading(path), opened(path) as stream:
+        content = read_matlab(path, stream)
         pixels, labels = content["X"], content["y"]
     if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
         raise DataError(
@@ -217,7 +234,7 @@ def read_svhn(path: Path) -> Labelled:
 def read_npz(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
     """The named arrays of an .npz file; pickled ones are refused."""
     with reading(path):
-        with open(path, "rb") as stream:
+        with opened(path) as stream:
             if stream.read(6) == np.lib.format.MAGIC_PREFIX:
                 raise DataError(f"{path} is a single array where an .npz of {', '.join(required)} is expected")
         return load_npz(path, required, optional)
@@ -251,17 +268,14 @@ def _channels_first(path: Path, images: NDArray[Any]) -> Images:
 
 def read_images(path: Path, names: Sequence[str], side: int) -> Images:
     """The named PNG or JPEG files of a directory or archive as RGB, in the order of `names`."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError(f"{path} holds images, which need Pillow: pip install 'fedflat[images]'") from error
+    check_pillow(path)
     place = {name: at for at, name in enumerate(names)}
     images = np.empty((len(names), 3, side, side), np.uint8)
-    for name, opened in stored(path):
+    for name, open_it in stored(path):
         if name in place:
             try:
-                with opened() as stream, Image.open(io.BytesIO(read_at_most(path, stream, MOST_TEXT))) as image:
-                    if image.size != (side, side):  # what it says of itself, before a pixel of it is unpacked
+                with open_it() as stream, picture(read_at_most(path, stream, MOST_TEXT)) as image:
+                    if image.size != (side, side):  # the size in its header, before any pixel is decoded
                         raise ValueError(f"it has {image.width} × {image.height}")
                     images[place[name]] = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
             except Exception as error:  # Pillow raises SyntaxError and struct.error too
@@ -301,8 +315,8 @@ def read_tiny_imagenet(path: Path) -> Split:
         return _decode(path, train, test, 64)
 
 
-def _table(path: Path, opened: Callable[[], IO[bytes]]) -> list[list[str]]:
-    with opened() as stream:
+def _table(path: Path, open_it: Callable[[], IO[bytes]]) -> list[list[str]]:
+    with open_it() as stream:
         return [line.split() for line in read_at_most(path, stream, MOST_TEXT).decode().splitlines() if line.strip()]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.errors import DataError, RecipeError, SplitError, nearest
-from fedflat.federation.sizes import TooLargeError, load_npz
+from fedflat.federation.sizes import TooLargeError, load_npz, save_npz
 from fedflat.federation.splits import SPLITS, Indices, Rng, Shards, require
 
 Rule: TypeAlias = tuple[Callable[[Any], bool], str]
@@ -90,8 +90,7 @@ def save(path: str | PathLike[str], shards: Shards) -> None:
     """Writes a partition as .npz: all indices in one array, and the offsets of the clients."""
     offsets = np.cumsum([0, *map(len, shards)], dtype=np.int64)
     try:
-        with open(path, "wb") as file:
-            np.savez_compressed(file, indices=np.concatenate(shards), offsets=offsets)
+        save_npz(path, indices=np.concatenate(shards), offsets=offsets)
     except OSError as error:
         raise DataError(f"{path}: the partition cannot be written ({error.strerror})") from error
 

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, starmap, zip_longest
-from pathlib import Path
-from typing import Any
+from os import PathLike
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fedflat.errors import RecipeError, SplitError, nearest
+from fedflat.drawing import axes_for
+from fedflat.errors import SplitError
 from fedflat.federation import authors, partition
 from fedflat.federation.augment import Augment, normalise
-from fedflat.federation.datasets import Dataset, Samples, load
-from fedflat.federation.splits import Shards
+from fedflat.federation.dataset import Dataset, Samples
+from fedflat.federation.packed import Packed
 from fedflat.randomness import numpy_generator
+from fedflat.shown import Rows, framed
 from fedflat.tokens import is_tokens, lengths
 
 BLOCK, NUMBERS = 512, 2**18  # maximum number of samples, and of their elements, that are prepared at a time
-UNLABELLED = ("iid", "sizes", "natural")  # splits that do not look at the labels
 SORTED = 50  # batches whose samples are sorted by length together
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The names of a data set and a split, as tables of a recipe, and what they stand for.
+
+    A table is None if its data set or split has no name.
+    """
+
+    dataset: Dataset
+    shards: Sequence[Tensor]
+    data: Mapping[str, Any] | None = None
+    split: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, repr=False)
 class Federation:
     """A data set and its partition among clients.
 
@@ -39,14 +54,20 @@ class Federation:
         dtype: the precision of the batches.
         tests: the indices of each client's test samples, if the partition divides them too.
         by_length: whether a batch holds token samples of similar length, so that it has little padding.
+        origin: how a recipe names the data set and the split.
     """
 
     dataset: Dataset
-    shards: tuple[Tensor, ...]
+    shards: Sequence[Tensor]
     augment: Augment = field(default_factory=Augment)
     dtype: torch.dtype = torch.float32
     tests: tuple[Tensor, ...] | None = None
     by_length: bool = False
+    origin: Origin | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shards, Packed):
+            object.__setattr__(self, "shards", Packed.of(self.shards))
 
     @property
     def clients(self) -> int:
@@ -67,7 +88,7 @@ class Federation:
 
     def empty(self) -> int | None:
         """The first client without samples, or None."""
-        return next((client for client, shard in enumerate(self.shards) if not len(shard)), None)
+        return self._packed.empty()
 
     def share(self, client: int) -> float:
         """nᵢ m / N, a client's size relative to the mean."""
@@ -78,19 +99,118 @@ class Federation:
         """N/m, the mean size of a client."""
         return self._total / self.clients
 
-    @cached_property
+    @property
+    def _packed(self) -> Packed:
+        return cast(Packed, self.shards)
+
+    @property
     def _total(self) -> int:
-        return sum(map(len, self.shards))
+        return self._packed.total
 
     @cached_property
     def _block(self) -> int:
         return max(1, min(BLOCK, NUMBERS // self.dataset.train.inputs[0].numel()))
 
     def to(self, dtype: torch.dtype, device: str = "cpu") -> Federation:
-        """The federation with its batches in another precision and its samples on another device."""
+        """Return the federation with its batches in another precision and its samples on another device.
+
+        Args:
+            dtype: the floating-point type of the batches.
+            device: the device of the samples, such as "cuda".
+        """
         data = self.dataset
         moved = replace(data, train=data.train.to(device), test=data.test.to(device))
-        return replace(self, dataset=moved, dtype=dtype)
+        origin = self.origin and replace(self.origin, dataset=moved if self.origin.dataset is data else data)
+        return replace(self, dataset=moved, dtype=dtype, origin=origin)
+
+    def tables(self) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+        """The tables `data` and `split` of a recipe that gives this federation; None for what no recipe can name."""
+        origin = self.origin
+        if origin is None:
+            return None, None
+        ours = origin.dataset is self.dataset
+        return origin.data if ours else None, origin.split if ours and origin.shards is self.shards else None
+
+    def __repr__(self) -> str:
+        sizes = self._packed.sizes
+        each = f"{int(sizes.min()):,} to {int(sizes.max()):,}" if len(sizes) else "no"
+        split = self.tables()[1]
+        told = ", ".join(f"{k} {v}" for k, v in (split or {}).items() if k not in ("clients", "seed", "draws", "name"))
+        how = f", {split['name']}{f' ({told})' if told else ''}" if split else ""
+        return f"<Federation of {self.dataset.name}: {self.clients:,} clients with {each} samples{how}>"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(repr(self)[1:-1])}</p>{self._rows()._repr_html_()}"
+
+    def _rows(self) -> Rows:
+        labelled = self.dataset.class_counts() is not None and self.dataset.train.labels.ndim == 1
+        counts = self.counts().tolist() if labelled else [[] for _ in self.shards]
+        return Rows(
+            {"client": i, "samples": self.samples(i), **{f"class {c}": n for c, n in enumerate(row)}}
+            for i, row in enumerate(counts)
+        )
+
+    def to_frame(self) -> Any:
+        """One row for each client: its samples, and how many of them are of each class.
+
+        A pandas DataFrame if pandas is installed, otherwise a list of dictionaries.
+        """
+        return framed(self._rows())
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the clients' samples, stacked by class if labels are classes, and return the axes.
+
+        Args:
+            ax: the axes to draw on; by default those of a new figure.
+
+        Raises:
+            RecipeError: if matplotlib is not installed.
+        """
+        axes = axes_for(ax)
+        rows = self._rows()
+        names = [name for name in rows[0] if name.startswith("class ")] or ["samples"]
+        below = np.zeros(self.clients)
+        for name in names:
+            heights = np.array([row[name] for row in rows])
+            axes.bar(range(self.clients), heights, bottom=below, width=0.9, label=name.removeprefix("class "))
+            below = below + heights
+        axes.set(xlabel="client", ylabel="samples")
+        if 1 < len(names) <= 20:
+            axes.legend(title="class", frameon=False, fontsize="small", ncols=2)
+        return axes
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the indices of each client's samples as an .npz file; `federate(data, "file.npz")` reads it."""
+        partition.save(path, [shard.numpy() for shard in self.shards])
+
+    def validating(self, share: float, seed: int) -> Federation:
+        """The federation with a share of each client's training samples in place of the test samples.
+
+        A sample that is held out leaves the training data of every client that holds it, also where clients share
+        samples. Every client keeps at least one of its own.
+
+        Args:
+            share: the share of each client's samples to hold out; at least one sample if it has two.
+            seed: seed of the draw.
+
+        Raises:
+            SplitError: a client has no samples left, because others hold them too.
+        """
+        mine = [
+            shard[torch.from_numpy(numpy_generator(seed, "validation", client=i).permutation(len(shard)))]
+            for i, shard in enumerate(self.shards)
+        ]
+        held = torch.cat([shard[: min(len(shard) - 1, max(1, round(share * len(shard))))] for shard in mine]).unique()
+        data = self.dataset
+        out = torch.zeros(len(data.train.labels), dtype=torch.bool)
+        out[held] = True
+        place = torch.where(out, out.cumsum(0), (~out).cumsum(0)) - 1  # of a sample in its new part
+        shards = tuple(place[shard[~out[shard]]] for shard in self.shards)
+        if any(not len(shard) and len(old) for shard, old in zip(shards, self.shards, strict=True)):
+            raise SplitError(f"evaluation.validation = {share}: a client has no training samples left; lower it")
+        train, test = (Samples(data.train.inputs[part], data.train.labels[part]) for part in (~out, out))
+        tests = self.tests and tuple(place[shard[out[shard]]] for shard in self.shards)
+        return replace(self, dataset=replace(data, train=train, test=test), shards=shards, tests=tests)
 
     def batches(
         self, client: int, size: int, steps: int, order: torch.Generator | None, chance: torch.Generator | None
@@ -120,10 +240,16 @@ class Federation:
     def batches_together(
         self, clients: Sequence[int], size: int, steps: Sequence[int], orders: Sequence[torch.Generator | None]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields the batches of several clients without augmentation: inputs, labels and shares.
+        """Yield the batches of several clients without augmentation: inputs, labels and shares.
 
         Each has the shape (clients, samples, …). The share of a sample is 1/n in a batch of n samples. Padding of
         short batches, and batches of clients that have no more steps, have share 0.
+
+        Args:
+            clients: the clients.
+            size: the number of samples in a batch.
+            steps: the number of batches of each client.
+            orders: the generator of each client's sample order; None keeps the order of the samples.
         """
         streams = [self._indices(c, size, k, o) for c, k, o in zip(clients, steps, orders, strict=True)]
         each = [batch for step in zip_longest(*streams, fillvalue=torch.zeros(0).long()) for batch in step]
@@ -138,7 +264,12 @@ class Federation:
             yield from zip(inputs.unflatten(0, shape), labels.view(shape), theirs.view(shape), strict=True)
 
     def batch(self, indices: Tensor, chance: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """The inputs and labels of training samples, normalised, and augmented if a generator is given."""
+        """Return the inputs and labels of training samples, normalised and optionally augmented.
+
+        Args:
+            indices: the indices of the samples in the training data.
+            chance: draws the augmentation; None leaves it out.
+        """
         data = self.dataset
         indices = indices.to(data.train.inputs.device)
         inputs, labels = data.train.inputs.index_select(0, indices), data.train.labels.index_select(0, indices)
@@ -152,7 +283,13 @@ class Federation:
         return len(samples.labels)
 
     def held_out(self, part: str, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The inputs and labels of the samples start … stop − 1 of a part, normalised and without augmentation."""
+        """Return the inputs and labels of consecutive samples, normalised and without augmentation.
+
+        Args:
+            part: "train" or "test".
+            start: the first sample.
+            stop: the sample after the last one.
+        """
         samples: Samples = getattr(self.dataset, part)
         inputs = normalise(samples.inputs[start:stop], self.dataset.mean, self.dataset.std, self.dtype)
         return trimmed(inputs, samples.labels[start:stop])
@@ -163,9 +300,13 @@ class Federation:
         return partition.counts(self.dataset.train.labels.numpy(), shards, self.dataset.classes)
 
     def local_tests(self, seed: int, size: int = 1000) -> tuple[Tensor, ...]:
-        """The indices of each client's test samples, with the label distribution of its training samples.
+        """Return the indices of each client's test samples, with the label distribution of its training samples.
 
         A client of a natural split of texts is tested on the test samples of its own roles.
+
+        Args:
+            seed: seed of the draw.
+            size: the number of test samples of a client, before rounding down in each class.
         """
         if self.tests is not None and (size == authors.MATCHED or self.dataset.vocabulary):
             return self.tests
@@ -190,8 +331,15 @@ def batch_indices(
 ) -> Iterator[Tensor]:
     """Yields the indices of `steps` batches. The samples are shuffled before each epoch if a generator is given.
 
-    With their lengths, the shuffled samples are sorted by length within stretches of `SORTED` batches, and the batches
-    of an epoch are shuffled again.
+    If lengths are given, the shuffled samples are sorted by length within stretches of `SORTED` batches, and the
+    batches of an epoch are shuffled again.
+
+    Args:
+        shard: the indices of a client's samples.
+        batch: batch size; 0 means all samples.
+        steps: number of batches.
+        order: generator that shuffles the samples; None keeps their order.
+        lengths: the number of tokens of each sample.
     """
     size = batch or len(shard)
     done = 0
@@ -214,94 +362,3 @@ def trimmed(inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return inputs, labels
     longest = int(lengths(inputs).max())
     return inputs[:, :longest], labels[:, :longest] if labels.shape == inputs.shape else labels
-
-
-def federate(
-    data: str | Dataset = "digits",
-    split: str = "dirichlet",
-    clients: int = 20,
-    *,
-    seed: int = 0,
-    draws: str = "fedflat",
-    directory: str | Path | None = None,
-    augment: Augment | None = None,
-    mean: tuple[float, ...] | None = None,
-    std: tuple[float, ...] | None = None,
-    normalise: bool = True,
-    by_length: bool = False,
-    **options: Any,
-) -> Federation:
-    """Loads a data set and divides it among clients.
-
-    Args:
-        data: the name of a data set, or your own `Dataset`.
-        split: the name of a split, or the .npz file of a saved one.
-        clients: number of clients; 0 with the split `natural` means one for each group.
-        seed: seed of the split.
-        draws: `fedflat` (our own draws) or the authors' draws to reproduce: `fedsol`, `fl-simulator` or `fedman`.
-        directory: the directory of the data sets.
-        augment: augmentation of training batches; none by default.
-        mean: mean of each channel; that of the data set by default.
-        std: standard deviation of each channel; that of the data set by default.
-        normalise: whether to apply mean and std. Bytes are scaled to [0, 1] in either case.
-        by_length: whether batches hold texts of similar length.
-        options: the options of the split, such as `alpha`.
-
-    Raises:
-        DataError: the data set or the split's file cannot be read.
-        RecipeError: the split or an option is unknown or invalid.
-        SplitError: the split cannot be made from this data set.
-
-    >>> federation = federate("digits", split="dirichlet", clients=20, alpha=0.1)
-    >>> federation.clients, sum(federation.samples(i) for i in range(20)) == len(federation.dataset.train.labels)
-    (20, True)
-    """
-    if split == "given":
-        raise SplitError("split = 'given': this federation was made in Python; pass it to fedflat.train again")
-    dataset = load(data, directory) if isinstance(data, str) else data
-    if normalise:
-        dataset = replace(dataset, mean=mean or dataset.mean, std=std or dataset.std)
-    else:
-        dataset = replace(dataset, mean=(0.0,) * len(dataset.mean), std=(1.0,) * len(dataset.std))
-    shards, tests = _divided(dataset, split, clients, seed, draws, options)
-    held = tuple(map(torch.from_numpy, shards))
-    matched = None if tests is None else tuple(map(torch.from_numpy, tests))
-    if split == "natural" and dataset.vocabulary:
-        matched = _of_owners(dataset, held)
-    return Federation(dataset, held, augment or Augment(), tests=matched, by_length=by_length)
-
-
-def _divided(
-    dataset: Dataset, split: str, clients: int, seed: int, draws: str, options: dict[str, Any]
-) -> tuple[Shards, Shards | None]:
-    """The partition, and the local test sets if the authors' code draws them."""
-    train = dataset.train
-    if split.endswith(".npz"):
-        return _saved(split, dataset), None
-    if draws not in ("fedflat", *authors.DRAWS):
-        raise RecipeError(f"split.draws = {draws!r} is unknown; {nearest(draws, ('fedflat', *authors.DRAWS))}")
-    if draws != "fedflat":
-        test = dataset.test.labels.numpy()
-        return authors.divide(draws, split, train.labels.numpy(), clients, seed, test=test, **options)
-    groups = None if train.groups is None else train.groups.numpy()
-    if split not in UNLABELLED and (train.labels.ndim > 1 or train.labels.is_floating_point()):
-        raise SplitError(f"{split}: the labels of {dataset.name} are not classes; take {' or '.join(UNLABELLED)}")
-    chance = numpy_generator(seed, "partition")
-    return partition.partition(split, train.labels.numpy(), clients, chance, groups=groups, **options), None
-
-
-def _of_owners(dataset: Dataset, shards: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    """The test samples of the owners whose training samples a client holds."""
-    here, there = dataset.train.groups, dataset.test.groups
-    if here is None or there is None:
-        return None
-    return tuple(torch.isin(there, here[shard].unique()).nonzero().flatten() for shard in shards)
-
-
-def _saved(path: str, dataset: Dataset) -> Shards:
-    """Reads a partition written by `fedflat split --save` and checks it against the data set."""
-    shards = partition.load(path)
-    size = len(dataset.train.labels)
-    if any(shard.size == 0 or shard.min() < 0 or shard.max() >= size for shard in shards):
-        raise SplitError(f"{path}: not a split of the {size} training samples of {dataset.name}")
-    return shards

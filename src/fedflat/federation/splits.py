@@ -22,7 +22,7 @@ Shards: TypeAlias = list[Indices]
 
 
 def iid(labels: Indices, clients: int, rng: Rng, *, stratified: bool = False) -> Shards:
-    """A random split into sizes that differ by at most one. With `stratified`, so do the counts of every class.
+    """A random split into sizes that differ by at most one. With `stratified`, this also holds within every class.
 
     >>> [len(shard) for shard in iid(np.zeros(8, dtype=np.int64), 3, np.random.default_rng(0))]
     [3, 3, 2]
@@ -33,7 +33,7 @@ def iid(labels: Indices, clients: int, rng: Rng, *, stratified: bool = False) ->
     return _gather(np.arange(len(labels)) % clients, order, clients)
 
 
-def dirichlet(labels: Indices, clients: int, rng: Rng, *, alpha: float, refill: bool = False) -> Shards:
+def dirichlet(labels: Indices, clients: int, rng: Rng, *, alpha: float = 0.1, refill: bool = False) -> Shards:
     """Equal sizes; the classes of client i are drawn from its own prior q_i ~ Dir(α·1_C) (FedDyn, FedDC, FedSMOO, MAN).
 
     With `refill`, an exhausted class starts again from all its samples. The clients then follow their priors, and
@@ -44,6 +44,13 @@ def dirichlet(labels: Indices, clients: int, rng: Rng, *, alpha: float, refill: 
     0. When a class is exhausted, the authors draw from q_i again. With refill this makes small classes rarer than in
     q_i, and without refill it may never end. Our code refills the class and takes it, or renormalises, and ends after
     N steps.
+
+    Args:
+        labels: the training labels.
+        clients: number of clients m.
+        rng: the generator for all draws.
+        alpha: concentration α of the priors. A smaller one gives each client fewer classes.
+        refill: whether an exhausted class starts again.
     """
     log_priors = _log_dirichlet(alpha, (clients, len(pools(labels))), rng)
     return _draw_in_turn(labels, clients, log_priors, rng, refill=refill)
@@ -53,6 +60,12 @@ def pathological(labels: Indices, clients: int, rng: Rng, *, classes: int) -> Sh
     """Equal sizes; every client picks c classes and draws uniformly from them, with refill (FedSMOO).
 
     Clients pick independently, so some classes may have no client and some samples several.
+
+    Args:
+        labels: the training labels.
+        clients: number of clients m.
+        rng: the generator for all draws.
+        classes: number c of classes of each client.
     """
     present = len(pools(labels))
     if not 1 <= classes <= present:
@@ -64,10 +77,16 @@ def pathological(labels: Indices, clients: int, rng: Rng, *, classes: int) -> Sh
 def shards(labels: Indices, clients: int, rng: Rng, *, shards: int) -> Shards:
     """Every class is cut into about s·m/C equal shards; every client gets s shards at random (FedSoL).
 
-    If the classes have equal sizes, so do the clients. A client may get two shards of the same class.
+    If the classes have equal sizes, the clients have too. A client may get two shards of the same class.
 
     Deviation: if C does not divide s·m, some random classes are cut into one more shard. In the authors' code some
     clients get fewer shards instead.
+
+    Args:
+        labels: the training labels.
+        clients: number of clients m.
+        rng: the generator for all draws.
+        shards: number s of shards of each client.
     """
     supply = _supply(labels)
     if shards * clients > len(labels):
@@ -98,6 +117,13 @@ def lda(labels: Indices, clients: int, rng: Rng, *, alpha: float, min_size: int 
 
     Deviation: the authors' code may repeat forever. We stop after 200 draws (fewer if they would take more than five
     million variates) and move samples from the largest clients to those below `min_size`.
+
+    Args:
+        labels: the training labels.
+        clients: number of clients m.
+        rng: the generator for all draws.
+        alpha: concentration α. A smaller one gives more uneven parts.
+        min_size: smallest number of samples of a client.
     """
     require_min_size(labels, clients, min_size)
     supply = _supply(labels)
@@ -115,6 +141,12 @@ def natural(labels: Indices, clients: int, rng: Rng, *, groups: NDArray[Any] | N
 
     With fewer clients, each group goes as a whole to the client with the fewest samples so far, largest group first
     and ties at random. The sizes of two clients then differ by at most the largest group.
+
+    Args:
+        labels: the training labels.
+        clients: number of clients m, at most the number of groups.
+        rng: the generator for all draws.
+        groups: the group id of each sample.
     """
     if groups is None or len(groups) == 0:
         raise SplitError("natural: this dataset has no groups; choose a dataset with writers or another split")

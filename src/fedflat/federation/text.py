@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from fedflat.errors import DataError, RecipeError
 from fedflat.federation.sizes import read_at_most
+from fedflat.files import opened
 from fedflat.tokens import IGNORED, PADDING
 
 Ids = NDArray[np.int64]
@@ -131,7 +132,7 @@ def read_utf8(path: Path) -> str:
         DataError: it is missing, too long or not UTF-8; the message names it.
     """
     try:
-        with open(path, "rb") as stream:
+        with opened(path) as stream:
             return read_at_most(path, stream, LONGEST).decode("utf-8")
     except FileNotFoundError:
         raise DataError(f"{path} is missing") from None
@@ -145,7 +146,7 @@ def speeches(path: Path) -> dict[str, list[str]]:
     """Return what each role of a play says, from blocks of a line `ROLE:` and lines of speech between empty lines.
 
     As in LEAF, the lines of a speech are joined by blanks, several blanks become one, and a speech ends with a newline.
-    Speeches without text are left out, and so are roles that say nothing.
+    Speeches without text and roles without speeches are left out.
 
     Raises:
         DataError: a block has no role, or no role says anything.
@@ -175,7 +176,7 @@ class Row:
 
 
 def read_json_lines(path: Path) -> Iterator[Row]:
-    """Yield the rows of a JSON-lines file, objects with `text` and perhaps `label` and `client`.
+    """Yield the rows of a JSON-lines file, objects with `text` and optionally `label` and `client`.
 
     Raises:
         DataError: a line is not such an object; the message names its number.
@@ -191,6 +192,13 @@ def read_json_lines(path: Path) -> Iterator[Row]:
 
 def row_of(row: Any, where: str, text: str = "text", label: str = "label", client: str = "client") -> Row:
     """Return a table's row as `Row`.
+
+    Args:
+        row: the row, a dictionary of its cells.
+        where: where the row is, for error messages.
+        text: the name of the column with the text.
+        label: the name of the column with the label.
+        client: the name of the column with the owner.
 
     Raises:
         DataError: it has no text, or a label or owner that is neither a word nor a whole number.

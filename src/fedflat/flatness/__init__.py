@@ -20,7 +20,7 @@ from fedflat.flatness.hessian import (
     top_eigenvalues,
 )
 from fedflat.flatness.interpolation import Interpolation, interpolate
-from fedflat.flatness.intervals import Interval, hall, student
+from fedflat.flatness.intervals import LEVEL, Interval, hall, quantile, student
 from fedflat.flatness.lab import Comparison, Sharpness, compare, duality, load, look, sharpness
 from fedflat.flatness.landscape import Landscape, eigen_plane, filter_normalised, landscape
 from fedflat.flatness.layers import Activity, LayerFlatness, layers
@@ -31,6 +31,7 @@ from fedflat.flatness.norms import Capacity, LayerNorm, capacity, layer_norms, w
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.pairing import DIRECTIONS, Direction, Pairs, pairs
 from fedflat.flatness.projection import Plane, plane_through, principal_plane, surface
+from fedflat.flatness.routes import draw_path, draw_trajectory
 from fedflat.flatness.samples import batches_of
 from fedflat.flatness.scale import Scaled, ScaleTest, scale_test
 from fedflat.flatness.sharpness import AverageSharpness, adaptive_sharpness, ascent_sharpness, average_sharpness
@@ -42,6 +43,7 @@ from fedflat.flatness.terrain import (
     check_comparable,
     draw_landscape,
     draw_landscapes,
+    draw_lines,
     draw_map,
     draw_surface,
     steep,
@@ -61,6 +63,7 @@ from fedflat.flatness.track import LocalRound, Trajectory, trajectory
 
 __all__ = [
     "DIRECTIONS",
+    "LEVEL",
     "MATRICES",
     "Activity",
     "AverageSharpness",
@@ -132,8 +135,11 @@ __all__ = [
     "draw_eigenvalues",
     "draw_landscape",
     "draw_landscapes",
+    "draw_lines",
     "draw_map",
+    "draw_path",
     "draw_surface",
+    "draw_trajectory",
     "duality",
     "eigen_plane",
     "film",
@@ -162,6 +168,7 @@ __all__ = [
     "plane_through",
     "principal_plane",
     "quadrature",
+    "quantile",
     "rescaled",
     "scale_test",
     "sharpness",

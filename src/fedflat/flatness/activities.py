@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fedflat.errors import RecipeError, TrainingError
 from fedflat.local import Batch, Loss
@@ -24,6 +25,8 @@ def layers_of(module: nn.Module) -> list[str]:
         name
         for name, part in module.named_modules()
         if (isinstance(part, nn.Linear) or (isinstance(part, nn.Conv2d) and part.groups == 1))
+        # The output of nn.MultiheadAttention, which is never called itself.
+        and not isinstance(part, NonDynamicallyQuantizableLinear)
         and parameter_of(name) in trained
     ]
 

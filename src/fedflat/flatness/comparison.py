@@ -61,12 +61,12 @@ def paired_differences(found: Sequence[Measurement], reference: str | None = Non
     """Compares methods measure by measure with paired differences over the seeds they have in common.
 
     Seeds change the initial weights, the split and the order of samples, and so move all methods together. The
-    difference within a seed is free of what they share:
+    difference within a seed removes this common part:
 
         d̄ ± t s_d/√n,   dₛ = x_method(s) − x_reference(s),
 
     with Student's t of n − 1 degrees of freedom. The interval covers the expected difference over seeds in 95 % of all
-    repetitions if the differences are about normal. Each interval is for itself; among many, one in twenty misses.
+    repetitions if the differences are about normal. They are not adjusted for their number: one in twenty misses.
 
     Args:
         found: one entry for each method and seed.

@@ -1,10 +1,10 @@
-"""The way in: any module, data and loss as an `Objective`, and functions that take either."""
+"""Turns any module, data and loss into an `Objective`, and lets functions take either."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedflat.errors import DataError, FedflatError, RecipeError, TrainingError
+from fedflat.federation import Federation, normalised_inputs
 from fedflat.flatness.borrowed import borrowed
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.samples import Collate, Fields, batches_of
 from fedflat.local import Loss
+from fedflat.tasks import TASKS
+from fedflat.tokens import IGNORED
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -61,7 +64,8 @@ def objective_of(
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model: is a {type(model).__name__}; give an nn.Module")
     like = next(model.parameters(), None)
-    with borrowed(model):
+    held = normalised_inputs(model) if isinstance(data, Federation) else nullcontext()
+    with held, torch.inference_mode(False), torch.enable_grad(), borrowed(model):
         batches = [(_placed(x, like), _placed(y, like)) for x, y in batches_of(data, samples, batch, seed, collate)]
         yield Objective(model, mean_loss(model, loss, batches[0]), batches)
 
@@ -71,19 +75,27 @@ def _placed(entry: Any, like: Tensor | None) -> Any:
         return Fields({name: _placed(tensor, like) for name, tensor in entry.items()})
     if like is None:
         return entry
+    if entry.is_inference():  # such a tensor cannot take part in a derivative
+        entry = entry.clone()
     if not bool(entry.isfinite().all()):
         raise TrainingError("data: the samples have values that are not finite")
     return entry.to(like.device, like.dtype if entry.is_floating_point() else None)
 
 
 def mean_loss(model: nn.Module, loss: Loss | None, batch: tuple[Any, Tensor]) -> Loss:
-    """The loss as a mean over the samples, found by comparing a few of them with the same ones twice.
+    """Return the loss as a mean over the samples. A few samples, taken once and twice, show how it reduces.
+
+    Args:
+        model: the network in evaluation mode.
+        loss: the loss of outputs and labels; None takes `default_loss`.
+        batch: inputs and labels, of which the first few are used.
 
     Raises:
         DataError: model or loss cannot be computed, or the loss is neither a mean nor a sum over samples.
         TrainingError: outputs or loss are not finite, or outputs are random.
     """
-    inputs, labels = batch[0][:FEW], batch[1][:FEW]
+    few = FEW if _counts(batch[1][:FEW]) else len(batch[1])
+    inputs, labels = batch[0][:few], batch[1][:few]
     with torch.no_grad(), _explained("the model cannot process a batch", inputs):
         outputs, again = model(inputs), model(inputs)
     if not isinstance(outputs, Tensor):
@@ -92,7 +104,7 @@ def mean_loss(model: nn.Module, loss: Loss | None, batch: tuple[Any, Tensor]) ->
         raise TrainingError("model: the outputs are not finite; the model has diverged, or the inputs are too large")
     if not torch.equal(outputs, again):
         raise TrainingError("model: two passes differ in evaluation mode, so it is random and has no fixed loss")
-    loss = loss or default_loss(outputs, labels)
+    loss = _class_mean(loss or default_loss(outputs, labels))
     with torch.no_grad(), _explained("the loss cannot be computed", outputs, labels):
         once, twice = loss(outputs, labels), loss(torch.cat([outputs] * 2), torch.cat([labels] * 2))
         if once.numel() > 1:
@@ -111,16 +123,52 @@ def _over(loss: Loss, reduce: Callable[[Tensor, Tensor], Tensor]) -> Loss:
     return lambda outputs, labels: reduce(loss(outputs, labels), labels)
 
 
+class ClassMean:
+    """PyTorch's mean over classes, Σ w_y ℓ / Σ w_y, as the mean over all batches together.
+
+    With class weights or ignored labels, the mean of a batch is weighted by the sum of its samples' weights and not by
+    their number. `counted` returns this sum, so that the objective does not depend on how the samples are split into
+    batches. A batch without a label that counts has the loss 0.
+    """
+
+    def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
+        self.loss = loss
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        classes = labels if labels.is_floating_point() else labels.long()
+        value: Tensor = self.loss(outputs, classes) if self.counted(labels) else 0 * outputs.sum()
+        return value
+
+    def counted(self, labels: Tensor) -> float:
+        if labels.is_floating_point():
+            return len(labels)
+        there = labels[labels != self.loss.ignore_index].long()
+        return there.numel() if self.loss.weight is None else float(self.loss.weight[there].double().sum())
+
+
+def _class_mean(loss: Loss) -> Loss:
+    known = nn.CrossEntropyLoss() if loss is F.cross_entropy else loss
+    if isinstance(known, nn.CrossEntropyLoss | nn.NLLLoss) and known.reduction == "mean":
+        return ClassMean(known)
+    return loss
+
+
+def _counts(labels: Tensor) -> bool:
+    """Whether any label counts, that is, differs from PyTorch's `ignore_index`."""
+    return labels.is_floating_point() or bool((labels != IGNORED).any())
+
+
 def default_loss(outputs: Tensor, labels: Tensor) -> Loss:
-    """Cross-entropy for classes, the mean squared error for floating-point labels of the outputs' shape.
+    """Cross-entropy for classes of samples or pixels, the mean squared error for floating-point labels.
 
     Raises:
         DataError: neither fits.
     """
-    if labels.is_floating_point() and labels.shape == outputs.shape:
-        return F.mse_loss
-    if labels.ndim == 1 and outputs.ndim == 2 and not labels.is_floating_point():
-        return lambda z, y: F.cross_entropy(z, y.long())
+    if labels.is_floating_point() and outputs.shape in (labels.shape, (*labels.shape, 1)):
+        return TASKS["regression"].loss
+    pixels = outputs.ndim > 3 and labels.shape == (len(outputs), *outputs.shape[2:])
+    if not labels.is_floating_point() and (pixels or (labels.ndim == 1 and outputs.ndim == 2)):
+        return F.cross_entropy
     shapes = f"outputs of shape {tuple(outputs.shape)} and {labels.dtype} labels of shape {tuple(labels.shape)}"
     raise DataError(f"loss: there is no default for {shapes}; pass loss=, a function of both")
 
@@ -144,7 +192,7 @@ def _described(tensor: Any) -> str:
 
 
 class Door(Protocol, Generic[P, R]):
-    """A function of a model and data, which also takes what it is computed from."""
+    """A function that takes a model and data, or an objective or operator in their place."""
 
     @overload
     def __call__(
@@ -164,7 +212,7 @@ class Door(Protocol, Generic[P, R]):
 
 
 GIVEN = """\
-        model: the network, any nn.Module. It is given back as it was. Instead of model and data, an `Objective`.
+        model: the network, any nn.Module; it is unchanged afterwards. An `Objective` can replace model and data.
         data: a pair of tensors or arrays, a Dataset, a DataLoader, a list of batches, or a `Federation`.
         loss: maps outputs and labels to a number; by default cross-entropy, or the squared error for real labels.
         samples: maximum number of samples, drawn with the seed; 0 takes all.
@@ -175,7 +223,7 @@ FIRST = "        objective: the mean loss.\n"
 
 
 def of_model(measure: Callable[P, R]) -> Door[P, R]:
-    """Makes a function of an objective one of (model, data, loss) as well. The objective is its first argument.
+    """Lets a function whose first argument is an objective also take (model, data, loss).
 
     Everything after the first argument stays an option by keyword. The line about `objective` in the docstring is
     replaced by those about model and data.

@@ -28,8 +28,6 @@ convolution first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +36,11 @@ from torch import Tensor, nn
 
 from fedflat.errors import DataError, RecipeError
 from fedflat.flatness.activities import SeenLayer, parameter_of
+from fedflat.flatness.dense import dense_hessian
 from fedflat.flatness.dual import draw_gap
+from fedflat.flatness.dual_weights import dual_weights
 from fedflat.flatness.hessian import Hessian, top_eigenvalues
-from fedflat.flatness.objective import Objective, flat
+from fedflat.flatness.objective import Objective
 from fedflat.flatness.pairing import DIRECTIONS, Direction, Pairs, drawn, pairs
 from fedflat.local import Batch, Loss
 from fedflat.shown import Shown
@@ -48,55 +48,6 @@ from fedflat.shown import Shown
 DENSE = 3000  # up to this many weights, the layer's Hessian is a dense matrix and the basis is complete
 DEAD = 1e-12  # below this |a|², a sample counts as having no activity in the layer
 STILL = 1e-6  # a direction whose σ is below this fraction of the largest has a correlation of pure rounding error
-
-
-@dataclass(frozen=True)
-class DualWeights:
-    """The dual weights of all pairs k in factored form, ΔW_k = left_kᵀ right_k.
-
-    `left` is k × r × out and `right` is k × r × in, with orthonormal rows. A linear layer at one position has r = 1.
-    `residuals` are |A ΔWᵀ − (A' − A) Wᵀ| / |(A' − A) Wᵀ|.
-    """
-
-    left: Tensor
-    right: Tensor
-    residuals: Tensor
-
-    @property
-    def squares(self) -> Tensor:
-        """|ΔW_k|²."""
-        return self.left.square().sum(dim=(1, 2))
-
-    def along(self, directions: Tensor) -> Tensor:
-        """ΔW_k · V_n as k × n, for directions n × out × in. Forms the ΔW_k explicitly only if r > 1."""
-        if self.left.shape[1] == 1:
-            left, right = self.left[:, 0], self.right[:, 0]
-            return torch.stack([(right @ direction.T * left).sum(dim=1) for direction in directions], dim=1)
-        return (self.left.mT @ self.right).flatten(1) @ directions.flatten(1).T
-
-
-def dual_weights(before: Tensor, after: Tensor, weight: Tensor) -> DualWeights:
-    """The minimum-norm least-squares solution ΔW of A (W + ΔW)ᵀ = A' Wᵀ for each pair.
-
-    With the thin SVD A = Q S V and U = (A' − A) Wᵀ, it is ΔWᵀ = Vᵀ S⁺ Qᵀ U.
-
-    Args:
-        before: A, pairs × positions × in.
-        after: A', of the same shape.
-        weight: W, out × in.
-
-    >>> a, b, w = torch.tensor([[[2.0, 0.0]]]), torch.tensor([[[2.0, 4.0]]]), torch.tensor([[5.0, 3.0]])
-    >>> dual = dual_weights(a, b, w)
-    >>> dual.left.mT @ dual.right   # 3 · 4 = 6 · 2: the first weight makes up for what the second input gained
-    tensor([[[6., 0.]]])
-    """
-    wanted = (after - before) @ weight.T
-    q, s, right = torch.linalg.svd(before, full_matrices=False)
-    floor = s[:, :1] * max(before.shape[1:]) * torch.finfo(s.dtype).eps
-    inverse = torch.where(s > floor, 1 / s, 0)
-    left = inverse[..., None] * (q.mT @ wanted)
-    missed = wanted - q @ (s[..., None] * left)
-    return DualWeights(left, right, missed.norm(dim=(1, 2)) / wanted.norm(dim=(1, 2)))
 
 
 @dataclass(frozen=True)
@@ -326,26 +277,5 @@ def _basis(objective: Objective, k: int, rows: int, seed: int) -> tuple[Tensor, 
     if objective.size > DENSE:
         eigen = top_eigenvalues(Hessian(objective), k, seed=seed)
         return eigen.values, eigen.vectors
-    values, vectors = torch.linalg.eigh(_matrix(objective, rows))
+    values, vectors = torch.linalg.eigh(dense_hessian(objective, rows))
     return values.flip(0), vectors.T.flip(0)
-
-
-def _matrix(objective: Objective, rows: int) -> Tensor:
-    """∇²f as a dense matrix, computed `rows` rows at a time. The rows of a batch share its first backward pass."""
-    total = torch.zeros(objective.size, objective.size, dtype=objective.dtype)
-    unit = torch.eye(objective.size, dtype=objective.dtype)
-    for batch in objective.batches:
-        mean = objective.loss(objective.module(batch[0]), batch[1])
-        slope = flat(torch.autograd.grad(mean, objective.parameters, create_graph=True))
-        for some, directions in zip(total.split(rows), unit.split(rows), strict=True):
-            some.add_(_products(slope, objective.parameters, directions), alpha=objective.share(batch))
-    return total
-
-
-def _products(slope: Tensor, parameters: Sequence[Tensor], directions: Tensor) -> Tensor:
-    """H v for each direction v, as rows. Falls back to one at a time if an autograd function cannot be batched."""
-    if len(directions) > 1:
-        with suppress(RuntimeError):
-            found = torch.autograd.grad(slope, parameters, directions, retain_graph=True, is_grads_batched=True)
-            return torch.cat([part.flatten(1) for part in found], dim=1)
-    return torch.stack([flat(torch.autograd.grad(slope, parameters, v, retain_graph=True)) for v in directions])

@@ -6,18 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from fedflat.drawing import COLOURS
 from fedflat.errors import RunError
-from fedflat.federation import load_npz
+from fedflat.federation import load_npz, save_npz
 from fedflat.flatness.landscape import Landscape, landscape
 from fedflat.flatness.objective import Objective
+from fedflat.shown import Shown
 
 
-@dataclass(frozen=True, eq=False)
-class Film:
+@dataclass(frozen=True, eq=False, repr=False)
+class Film(Shown):
     """The landscapes of several rounds of a run, all on one grid and along the same directions.
 
     Attributes:
@@ -28,13 +31,27 @@ class Film:
     rounds: Sequence[int]
     landscapes: Sequence[Landscape]
 
+    def caption(self) -> str:
+        return f"{self.landscapes[-1].caption()}, around the models of {len(self.rounds)} rounds"
+
+    def rows(self) -> list[dict[str, Any]]:
+        found = zip(self.rounds, self.landscapes, strict=True)
+        return [{"round": round, "loss": each.centre, "largest rise": each.rise} for round, each in found]
+
+    def draw(self, axes: Any) -> None:
+        """The loss and its largest rise over the rounds; `landscapes[k].plot()` draws one of them."""
+        for colour, name in zip(COLOURS, ("loss", "largest rise"), strict=False):
+            axes.plot(self.rounds, [row[name] for row in self.rows()], "-o", markersize=3, color=colour, label=name)
+        axes.set(xlabel="round", yscale="log")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the landscapes as one .npz file. Raises `RunError` if that fails."""
         values, centres = np.stack([each.values for each in self.landscapes]), [each.centre for each in self.landscapes]
+        axes, rounds = self.landscapes[0].axes, np.array(self.rounds, np.int64)
         try:
-            with open(path, "wb") as file:
-                axes, rounds = self.landscapes[0].axes, np.array(self.rounds, np.int64)
-                np.savez_compressed(file, rounds=rounds, axes=axes, values=values, centres=np.array(centres))
+            save_npz(path, rounds=rounds, axes=axes, values=values, centres=np.array(centres))
         except OSError as error:
             raise RunError(f"{path}: the landscapes cannot be written ({error.strerror})") from error
 

@@ -20,14 +20,14 @@ KEPT_BYTES = 2 << 30
 
 
 class Graphs:
-    """The graphs of the batches, each made once and kept as long as the weights stay, up to a budget of memory.
+    """The graphs of the batches, each made once and kept until the weights change, up to a budget of memory.
 
     A Hessian product is one backward pass through the graph of the gradient. Making that graph costs a forward and a
     backward pass, which every further product at the same weights saves.
 
     The parameters and buffers of the module are compared with a copy before each product, so that a graph is never
     used at other weights. Graphs are kept in the order of the batches, until one does not fit. Those of the other
-    batches are made anew for each product.
+    batches are made again for each product.
 
     Args:
         budget: bytes that the graphs may hold, without the weights and the samples; 0 keeps none.

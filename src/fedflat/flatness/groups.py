@@ -67,7 +67,13 @@ def by_client(
 ) -> list[GroupSpectrum]:
     """The spectrum of each client's loss fᵢ at the problem's current weights, from that client's samples alone.
 
-    The other arguments are those of `by_class`.
+    Args:
+        problem: the network, the loss and the federation.
+        portion: the samples of each client.
+        matrix: "hessian", "ggn" or "fisher".
+        products: matrix products for each trace.
+        tolerance: relative accuracy of λ₁.
+        seed: seed of the start vectors and probes.
     """
     clients = range(problem.federation.clients)
     parts = [(f"client {client}", portion.own(problem, client)) for client in clients]

@@ -38,7 +38,7 @@ class Hessian:
     """The Hessian H = ∇²f(w) of an objective as an operator: `hessian @ v` is the derivative of ∇f along v.
 
     The samples and their order are fixed and nothing is random, so every product uses the same matrix. The operator
-    keeps the graphs of the gradients while the weights stay, which saves a third of the time of each further product.
+    keeps the graphs of the gradients until the weights change, which saves a third of the time of each further product.
 
     Args:
         objective: the mean loss f. Its module holds the weights w.
@@ -59,10 +59,12 @@ class Hessian:
 
     @property
     def size(self) -> int:
+        """d, the number of rows and columns."""
         return self.objective.size
 
     @property
     def dtype(self) -> torch.dtype:
+        """The floating-point type of the products."""
         return self.objective.dtype
 
     def __matmul__(self, vector: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ class Fisher(GaussNewton):
 
     p is softmax(z) for class labels and a normal distribution of mean z and unit variance for real ones. Then
     E_y[∇_z log p ∇_z log pᵀ] = −E_y[∇²_z log p] is diag(p) − ppᵀ or I. This does not depend on y, so the expectation
-    over the labels is exact: F is the Gauss–Newton matrix of the negative log-likelihood, whatever loss was trained.
+    over the labels is exact: F is the Gauss–Newton matrix of the negative log-likelihood, for any training loss.
     For cross-entropy F = G.
     """
 

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
 from fedflat.errors import RecipeError
+from fedflat.flatness.door import objective_of
 from fedflat.flatness.matching import match as matching
-from fedflat.flatness.objective import Objective
+from fedflat.flatness.routes import draw_path
+from fedflat.flatness.samples import Collate
 from fedflat.flatness.symmetry import permuted
-from fedflat.local import Batch, Loss
+from fedflat.local import Loss
 from fedflat.progress import track
+from fedflat.shown import Shown
 
 Floats = NDArray[np.float64]
 _FEWEST = 3  # a barrier needs a point between the ends
 
 
-@dataclass(frozen=True, eq=False)
-class Interpolation:
+@dataclass(frozen=True, eq=False, repr=False)
+class Interpolation(Shown):
     """The loss along w_α = (1 − α) w₀ + α w₁.
 
     Attributes:
@@ -40,6 +42,22 @@ class Interpolation:
     distance: float
     samples: int
     matched: bool
+
+    pictured: ClassVar[bool] = True
+
+    def caption(self) -> str:
+        matched = ", its units matched" if self.matched else ""
+        return (
+            f"Loss over {self.samples:,} samples on the line to a model at distance {self.distance:.4g}{matched}: "
+            f"barrier {self.barrier:.4g} at α = {self.peak:.3g}"
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        points = zip(self.alphas.tolist(), self.losses.tolist(), self.excess.tolist(), strict=True)
+        return [{"α": alpha, "loss": loss, "above the chord": above} for alpha, loss, above in points]
+
+    def draw(self, axes: Any) -> None:
+        draw_path(axes, self)
 
     @property
     def excess(self) -> Floats:
@@ -64,24 +82,34 @@ class Interpolation:
 def interpolate(
     a: nn.Module,
     b: nn.Module,
-    data: Sequence[Batch],
-    loss: Loss = cross_entropy,
+    data: Any,
+    loss: Loss | None = None,
     points: int = 25,
     match: bool = False,
+    *,
+    samples: int = 1000,
+    batch: int = 100,
+    seed: int = 0,
+    collate: Collate | None = None,
 ) -> Interpolation:
     """Evaluates the mean loss on the line between two models. Both stay unchanged.
 
     Args:
         a: the first model, at α = 0.
         b: the second model, at α = 1, of the same architecture.
-        data: the samples, as batches of inputs and labels.
-        loss: the mean loss of a batch, given outputs and labels.
+        data: a pair of tensors or arrays, a Dataset, a DataLoader, a list of batches, or a `Federation`.
+        loss: maps outputs and labels to a number; by default cross-entropy, or the squared error for real labels.
         points: number of evenly spaced α, the ends included.
         match: first reorder the hidden units of b to match a (Ainsworth et al. 2022). This does not change its
             function, but two models that were trained from different seeds order their units differently.
+        samples: maximum number of samples, drawn with the seed; 0 takes all.
+        batch: samples in a batch, where the data do not come in batches.
+        seed: seed of that draw.
+        collate: turns one batch of the data into (inputs, labels).
 
     Raises:
         RecipeError: the models differ in their shapes or frozen weights, keep running statistics, or cannot be matched.
+        DataError: the data cannot be read, or model and loss do not fit them.
 
     >>> x, (a, b) = torch.tensor([[1.0]]), (nn.Linear(1, 1, bias=False) for _ in range(2))
     >>> _ = nn.init.constant_(a.weight, 1.0), nn.init.constant_(b.weight, -1.0)
@@ -94,18 +122,14 @@ def interpolate(
     _check(a, b)
     if match:
         b = permuted(b, matching(a, b).orders)
-    objective = Objective(copy.deepcopy(a), loss, data)
-    start, end = objective.weights, _trained(b, objective)
-    alphas, losses = np.linspace(0.0, 1.0, points), []
-    for alpha in track(alphas.tolist(), "interpolation"):
-        with objective.at((1 - alpha) * start + alpha * end):
-            losses.append(objective.value())
-    return Interpolation(alphas, np.array(losses), float((end - start).norm()), objective.samples, match)
-
-
-def _trained(module: nn.Module, objective: Objective) -> Tensor:
-    """The weights of a module in the objective's order."""
-    return objective.layout.flatten(dict(module.named_parameters())).to(objective.weights)
+    own = copy.deepcopy(a)
+    with objective_of(own, data, loss, samples=samples, batch=batch, seed=seed, collate=collate) as objective:
+        start, end = objective.weights, objective.weights_of(b)
+        alphas, losses = np.linspace(0.0, 1.0, points), []
+        for alpha in track(alphas.tolist(), "interpolation"):
+            with objective.at((1 - alpha) * start + alpha * end):
+                losses.append(objective.value())
+        return Interpolation(alphas, np.array(losses), float((end - start).norm()), objective.samples, match)
 
 
 def _check(a: nn.Module, b: nn.Module) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtrit
 
 LEVEL = 0.95
+FEWEST = 8  # samples for an interval; with fewer, none covers 93 to 97 % for both normal and χ² draws
 SYMMETRIC = 1e-6  # below this skewness, the correction is rounding error
 
 
@@ -17,7 +17,7 @@ SYMMETRIC = 1e-6  # below this skewness, the correction is rounding error
 class Interval:
     """The mean of n independent samples, its standard error s/√n, and the ends of its 95 % interval.
 
-    With a single sample the error and both ends are NaN: there is no interval.
+    With too few samples there is no interval, and both ends are NaN. With a single sample the error is also NaN.
     """
 
     mean: float
@@ -26,10 +26,11 @@ class Interval:
     high: float
 
 
-def student(samples: Sequence[float]) -> Interval:
+def student(samples: Sequence[float], level: float = LEVEL) -> Interval:
     """The interval  x̄ ± t s/√n, with t the quantile of Student's distribution with n − 1 degrees of freedom.
 
-    It covers the expectation in 95 % of all draws if the samples are normal, and nearly so if they are not too skewed.
+    It covers the expectation in 95 % of all draws (or another `level`) if the samples are normal, and nearly so if they
+    are not too skewed.
 
     >>> student([1.0, 3.0])
     Interval(mean=2.0, error=1.0, low=-10.706204736174694, high=14.706204736174694)
@@ -39,7 +40,7 @@ def student(samples: Sequence[float]) -> Interval:
     if n < 2:
         return Interval(mean, math.nan, math.nan, math.nan)
     error = float(np.std(samples, ddof=1)) / math.sqrt(n)
-    reach = quantile(n - 1) * error
+    reach = quantile(n - 1, level) * error
     return Interval(mean, error, mean - reach, mean + reach)
 
 
@@ -51,25 +52,34 @@ def hall(samples: Sequence[float]) -> Interval:
         g(T) = T + γT²/(3√n) + γ²T³/(27n) + γ/(6√n) .
 
     So the interval is x̄ − g⁻¹(±t) s/√n. A quadratic form zᵀHz with a few large eigenvalues is such a sample: Student's
-    interval would cover its mean less often than it says, because it is too short on the upper side.
+    interval would cover its mean less often than stated, because it is too short on the upper side.
 
-    >>> hall([1.0, 2.0, 3.0]) == student([1.0, 2.0, 3.0])
+    γ is an estimate itself, which makes the interval of few samples too short. So t is the quantile for a coverage of
+    0.95 + min(0.018, 1/(5n)). The interval then covers 93 to 97 % for normal and for skewed draws alike, from
+    eight samples on. With fewer there is none.
+
+    >>> found = hall([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 9.0])
+    >>> found.mean - found.low < found.high - found.mean   # longer on the side of the long tail
     True
     """
     plain, n = student(samples), len(samples)
+    if n < FEWEST:
+        return Interval(plain.mean, plain.error, math.nan, math.nan)
+    t = quantile(n - 1, LEVEL + min(0.018, 1 / (5 * n)))
     centred = np.asarray(samples) - plain.mean
     spread = float(np.mean(centred**2))
     skewness = float(np.mean(centred**3)) / spread**1.5 if spread > 0 else 0.0
-    if abs(skewness) < SYMMETRIC or not math.isfinite(skewness):
-        return plain
 
     def inverse(y: float) -> float:
+        if abs(skewness) < SYMMETRIC or not math.isfinite(skewness):
+            return y
         return 3 * math.sqrt(n) / skewness * (math.cbrt(1 + skewness * (y / math.sqrt(n) - skewness / (6 * n))) - 1)
 
-    t = quantile(n - 1)
     return Interval(plain.mean, plain.error, *(plain.mean - plain.error * inverse(end) for end in (t, -t)))
 
 
-def quantile(freedom: int) -> float:
-    """The factor t with P(|T| ≤ t) = 0.95 for Student's T with these degrees of freedom."""
-    return float(stdtrit(freedom, (1 + LEVEL) / 2))
+def quantile(freedom: int, level: float = LEVEL) -> float:
+    """The factor t with P(|T| ≤ t) = level for Student's T with these degrees of freedom."""
+    from scipy.special import stdtrit  # a run that measures nothing does not load SciPy
+
+    return float(stdtrit(freedom, (1 + level) / 2))

@@ -13,8 +13,8 @@ from fedflat.flatness.lanczos import orthogonal
 from fedflat.progress import track
 
 MISSED = 1e-6  # probability that a random start is too close to orthogonal to the top eigenvector
-ROUNDING = 10  # times eps, relative to the matrix: below that, a β is 0
-HALVINGS = 60  # of the interval that holds the bound
+ROUNDING = 10  # in units of eps, relative to the matrix; a smaller β counts as 0
+HALVINGS = 60  # number of times that the interval around the bound is halved
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def krylov(operator: Operator, start: Tensor, steps: int) -> Krylov:
     alphas: list[float] = []
     betas: list[float] = []
     for step in track(range(steps), "Lanczos"):
-        w = operator @ basis[step]
+        w = (operator @ basis[step]).cpu()
         alphas.append(float(w @ basis[step]))
         w, _ = orthogonal(w, basis[: step + 1])
         beta = float(w.norm())
@@ -71,7 +71,7 @@ def ritz(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
 def certified(alphas: Tensor, betas: Tensor, size: int) -> Tensor:
     """An upper bound on λ_max of each matrix of a batch, after k steps of Lanczos from random directions.
 
-    The largest Ritz value θ₁ never exceeds λ_max, and θ₁ plus its residual need not reach it. Let v be the start, u the
+    The largest Ritz value θ₁ never exceeds λ_max, and θ₁ plus its residual may be below it. Let v be the start, u the
     top eigenvector and χ(t) = Π(t − θⱼ). Lanczos minimises ‖χ(H)v‖, and this minimum is known: it is β₁β₂…β_k. Since
     ‖χ(H)v‖ ≥ |χ(λ_max)| |⟨u, v⟩|,
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -13,16 +14,18 @@ import torch
 from torch import nn
 
 from fedflat.drawing import COLOURS
-from fedflat.errors import DataError, RecipeError
+from fedflat.errors import DataError, RecipeError, RunError
 from fedflat.flatness.activities import layers_of
 from fedflat.flatness.comparison import Difference, Measurement, paired_differences
 from fedflat.flatness.door import objective_of, of_model
 from fedflat.flatness.duality import Duality, decompose
+from fedflat.flatness.film import Film
 from fedflat.flatness.landscape import Landscape
 from fedflat.flatness.measure import Flatness, measure, quantity
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.samples import Collate, Fields, batches_of
 from fedflat.flatness.sharpness import adaptive_sharpness, ascent_sharpness, average_sharpness
+from fedflat.flatness.track import Trajectory
 from fedflat.local import Batch, Loss
 from fedflat.progress import track
 from fedflat.shown import Shown
@@ -70,7 +73,7 @@ class Sharpness(Shown):
 def sharpness(
     objective: Objective, rho: float = 0.05, adaptive_rho: float = 0.5, directions: int = 30, seed: int = 0
 ) -> Sharpness:
-    """Measures three sharpnesses of a model.
+    """Measures the sharpness of a model in three ways.
 
     Args:
         objective: the mean loss.
@@ -111,7 +114,7 @@ def duality(
     """Decomposes the generalisation gap of a model into dual weights of one layer, for both pairings.
 
     Args:
-        model: the network, any nn.Module. It is given back as it was.
+        model: the network, any nn.Module. It is unchanged afterwards.
         train: the training samples, in any form that `look` takes.
         test: the test samples.
         loss: maps outputs and labels to a number; by default cross-entropy, or the squared error for real labels.
@@ -152,7 +155,7 @@ class Comparison(Shown):
 
     @property
     def differences(self) -> list[Difference]:
-        """The paired differences of every model to the first one; the n-th entries of two models share a seed."""
+        """The paired differences of every model from the first one; the n-th entries of two models share a seed."""
         rows = [Measurement(name, n, each.numbers) for name, many in self.found.items() for n, each in enumerate(many)]
         return paired_differences(rows) if len(self.found) > 1 else []
 
@@ -239,9 +242,14 @@ def compare(
 
 
 def load(path: str | PathLike[str]) -> Shown:
-    """Reads any result that was saved: a landscape from an .npz file, all others from JSON.
+    """Reads any result that was saved: landscapes and trajectories from .npz files, all others from JSON.
 
     Raises:
         RunError: the file is missing, damaged, or holds something else.
     """
-    return Landscape.load(path) if Path(path).suffix == ".npz" else Shown.load(path)
+    if Path(path).suffix != ".npz":
+        return Shown.load(path)
+    for kind in (Trajectory, Film):
+        with suppress(RunError):
+            return kind.load(path)
+    return Landscape.load(path)

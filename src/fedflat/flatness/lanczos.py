@@ -79,7 +79,7 @@ def largest(operator: Operator, k: int, tolerance: float, seed: int) -> tuple[Te
 def orthogonal(vector: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """The part of a vector that is orthogonal to the rows of a basis, and the coefficients of the rest.
 
-    Twice, because rounding in the first pass leaves "ghosts", spurious copies of eigenvalues.
+    It projects twice, because rounding in the first pass leaves "ghosts", spurious copies of eigenvalues.
     """
     total = torch.zeros(len(basis), dtype=basis.dtype)
     for _ in range(2):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedflat.errors import RecipeError, RunError, nearest
-from fedflat.federation import load_npz
+from fedflat.federation import load_npz, save_npz
 from fedflat.flatness.door import of_model
 from fedflat.flatness.hessian import Eigen, Hessian, top_eigenvalues
 from fedflat.flatness.objective import Objective
@@ -77,8 +77,7 @@ class Landscape(Shown):
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the landscape as an .npz file. Raises `RunError` if that fails."""
         try:
-            with open(path, "wb") as file:
-                np.savez_compressed(file, axes=self.axes, values=self.values, centre=self.centre)
+            save_npz(path, axes=self.axes, values=self.values, centre=self.centre)
         except OSError as error:
             raise RunError(f"{path}: the landscape cannot be written ({error.strerror})") from error
 
@@ -171,6 +170,12 @@ def _check(objective: Objective, directions: Sequence[Tensor] | Tensor, span: fl
 
 def plane_of(objective: Objective, plane: str, dimensions: int = 2, seed: int = 0) -> Tensor:
     """One or two directions of a named plane: the top eigenvectors (`eigen`) or filter-normalised ones (`random`).
+
+    Args:
+        objective: the mean loss at the centre of the plane.
+        plane: `eigen` or `random`.
+        dimensions: number of directions, 1 or 2.
+        seed: seed of the directions.
 
     Raises:
         RecipeError: the plane is unknown, or `dimensions` is not 1 or 2.

@@ -16,6 +16,7 @@ from fedflat.flatness.krylov import certified
 from fedflat.flatness.objective import Objective, batch_layer
 from fedflat.flatness.traces import Trace, trace
 from fedflat.local import Batch
+from fedflat.models import plain_attention
 from fedflat.progress import track
 
 Layer = nn.Linear | nn.Conv2d
@@ -184,8 +185,9 @@ def _passed(objective: Objective, modules: Sequence[Layer], batch: Batch) -> _Pa
     with ExitStack() as hooks:
         for module in modules:
             hooks.callback(module.register_forward_hook(shift, with_kwargs=True).remove)
+        hooks.enter_context(plain_attention())
         result = objective.module(batch[0])
-    loss = len(batch[1]) * objective.loss(result, batch[1])
+    loss = objective.mass(batch) * objective.loss(result, batch[1])
     return _Pass(inputs, shifts, loss, any(output is result for output in outputs))
 
 
@@ -212,9 +214,11 @@ def _curvature(loss: Tensor, shift: Tensor, steps: int, chance: torch.Generator)
     Only two vectors are kept. Loss of orthogonality repeats eigenvalues but does not change the largest one.
     """
     (slope,) = torch.autograd.grad(loss, shift, create_graph=True)
+    if not slope.requires_grad:  # the loss is linear in Z
+        return torch.zeros(len(shift), dtype=shift.dtype, device=shift.device)
     # Below this, squares underflow. A vector this small counts as zero, and Lanczos ends there.
     smallest = torch.finfo(shift.dtype).tiny ** 0.5
-    v = torch.randn(shift.shape, generator=chance, dtype=shift.dtype).flatten(1)
+    v = torch.randn(shift.shape, generator=chance, dtype=shift.dtype).flatten(1).to(shift.device)
     v /= v.norm(dim=1, keepdim=True)
     before, beta = torch.zeros_like(v), torch.zeros_like(v[:, :1])
     alphas, betas = [], []

@@ -70,12 +70,12 @@ class Locality:
 
     @property
     def distance(self) -> float:
-        """Σ pᵢ ‖wᵢ − w‖, how far the places are where the clients' training looks for flatness."""
+        """Σ pᵢ ‖wᵢ − w‖, the mean distance of the clients' local models from the global model."""
         return sum(each.weight * each.distance for each in self.clients)
 
     @property
     def gap(self) -> float:
-        """Σ pᵢ (λ₁(fᵢ; w) − λ₁(fᵢ; wᵢ)), the flatness that the clients find and the global model does not have."""
+        """Σ pᵢ (λ₁(fᵢ; w) − λ₁(fᵢ; wᵢ)), how much flatter the clients' losses are at their local models than at w."""
         return sum(each.weight * (each.at_global.lambda1 - each.at_local.lambda1) for each in self.clients)
 
 
@@ -91,8 +91,7 @@ def locality(
 ) -> Locality:
     """Measures each client's loss at the global model and after one local round from it with the problem's method.
 
-    The state that the method's parts keep from round to round is that before the first round. The network keeps its
-    weights.
+    The method's parts start with the state that they have before the first round. The network keeps its weights.
 
     Args:
         problem: the network, whose weights are the global model, the loss, the method and the federation.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from fedflat.errors import RecipeError
@@ -67,7 +66,7 @@ class _Pairs:
         return {each.name: torch.arange(len(self._layers[k][0])) for k, each in enumerate(self.hidden)}
 
     def from_the_input(self) -> Orders:
-        """Each layer assigned by its own weights, after the units that it reads."""
+        """Assigns each layer by its own weights, after the layers before it."""
         orders: Orders = {}
         for k, each in enumerate(self.hidden):
             orders[each.name] = _assigned(self._own(k, orders))
@@ -115,6 +114,8 @@ def _both(a: nn.Module, b: nn.Module, hidden: list[Hidden], place: int) -> tuple
 
 
 def _assigned(gains: Tensor) -> Tensor:
+    from scipy.optimize import linear_sum_assignment
+
     _, columns = linear_sum_assignment(gains.numpy(), maximize=True)
     return torch.from_numpy(columns)
 

@@ -26,8 +26,8 @@ NAMES: dict[Matrix, str] = {"hessian": "Hessian", "ggn": "Gauss–Newton matrix"
 class Spectrum(Shown):
     """The spectrum of a Hessian: its k largest eigenvalues with residuals ‖Hv − λv‖, and its trace with an interval.
 
-    `products` counts the Hessian products and `bytes` the traffic of a federated Hessian. With a density come the
-    eigenvalues that stand out of its bulk. `matrix` says if it is another matrix than the Hessian.
+    `products` counts the Hessian products and `bytes` the traffic of a federated Hessian. If there is a density,
+    `outliers` holds the eigenvalues above its bulk. `matrix` names the matrix, by default the Hessian.
     """
 
     eigenvalues: list[float]
@@ -93,6 +93,7 @@ class Flatness(Shown):
     layers: list[LayerFlatness] = field(default_factory=list)
 
     def caption(self) -> str:
+        """Return what was measured, in one line."""
         return f"Flatness of the mean loss over {self.samples:,} samples"
 
     @property
@@ -107,6 +108,7 @@ class Flatness(Shown):
         return asdict(self) | {"spectrum": self.spectrum.record()}
 
     def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each measure, with its interval where it has one."""
         return [
             quantity("loss", self.loss),
             *self.spectrum.rows(),
@@ -125,6 +127,7 @@ class Flatness(Shown):
         ]
 
     def draw(self, axes: Any) -> None:
+        """Draw the spectrum on matplotlib's axes."""
         self.spectrum.draw(axes)
 
 

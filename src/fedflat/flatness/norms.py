@@ -55,8 +55,8 @@ def layer_norms(module: nn.Module, sample: Tensor) -> list[LayerNorm]:
     """The norms of every nn.Linear and nn.Conv2d that a forward pass uses, in module order.
 
     A layer with an adapter has the weight W + s·BA. A convolution is measured on images of the size that reaches it,
-    with its stride, padding, dilation and groups.
-    A layer that the pass uses more than once counts once, with its last input.
+    with its stride, padding, dilation and groups. A layer that the pass uses more than once counts once, with its last
+    input.
 
     Args:
         module: the network. It is put into evaluation mode.

@@ -15,7 +15,7 @@ from fedflat.engine import keep_freed_memory
 from fedflat.errors import TrainingError
 from fedflat.flatness.graphs import Edge, Graph, Graphs, edges, pullback
 from fedflat.local import Batch, Loss
-from fedflat.models import Layout, plain_output
+from fedflat.models import Layout, plain_attention, plain_output
 from fedflat.tasks import counted
 
 
@@ -71,12 +71,22 @@ class Objective:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The floating-point type of the weights."""
         return self.parameters[0].dtype
 
     @property
     def weights(self) -> Tensor:
         """A copy of the module's current weights w."""
         return flat([parameter.detach() for parameter in self.parameters])
+
+    def weights_of(self, module: nn.Module) -> Tensor:
+        """The weights of another module of the same architecture, in the order of this objective.
+
+        Raises:
+            TrainingError: they are not finite.
+        """
+        _refuse_infinite(module)
+        return self.layout.flatten(dict(module.named_parameters())).to(self.parameters[0])
 
     @contextmanager
     def at(self, weights: Tensor) -> Iterator[None]:
@@ -90,8 +100,14 @@ class Objective:
 
     @torch.no_grad()
     def move(self, weights: Tensor, directions: Sequence[Tensor] = (), steps: Sequence[float] = ()) -> None:
-        """Sets w ← weights + Σ stepᵢ · directionᵢ in place, without a vector in between."""
-        views = [self.layout.views(vector.to(self.dtype)).values() for vector in (weights, *directions)]
+        """Set w ← weights + Σ stepᵢ · directionᵢ in place, without a temporary vector.
+
+        Args:
+            weights: the point to start from.
+            directions: vectors of the size of the model.
+            steps: the length of the step along each direction.
+        """
+        views = [self.layout.views(vector.to(self.parameters[0])).values() for vector in (weights, *directions)]
         for parameter, start, *along in zip(self.parameters, *views, strict=True):
             parameter.copy_(start)
             for step, direction in zip(steps, along, strict=True):
@@ -116,22 +132,29 @@ class Objective:
             vector: the vector v.
             graphs: keeps the graphs of the gradients for further products (only for products of this objective).
         """
-        return self._sum(vector, graphs, self._slopes, lambda slopes, v: pullback(slopes, self.parameters, v))
+        return self._sum(vector, graphs, self._ends, lambda ends, v: pullback(ends, self.parameters, v))
 
-    def _slopes(self, batch: Batch) -> list[Edge]:
-        """The gradient of one batch's mean loss, as the ends of its graph."""
-        return edges(grad(self._mean(batch), self.parameters, create_graph=True, materialize_grads=True))
+    def _ends(self, batch: Batch) -> list[Edge]:
+        return edges(self.slopes(batch))
+
+    def slopes(self, batch: Batch) -> Sequence[Tensor]:
+        """The gradient of one batch's mean loss by parameter, with its graph."""
+        with plain_attention():
+            return grad(self._mean(batch), self.parameters, create_graph=True, materialize_grads=True)
 
     def gauss_newton(self, vector: Tensor, graphs: Graphs | None = None) -> Tensor:
         """G v with G = (1/N) Σ Jᵀ ∇²_z ℓ J, where J is the derivative of a sample's outputs z in the weights.
 
-        The arguments are those of `product`. Its graphs are other ones.
+        Args:
+            vector: the vector v.
+            graphs: keeps the graphs for further products of this kind; `product` needs graphs of its own.
         """
         return self._sum(vector, graphs, self._linearised, self._bent)
 
     def _linearised(self, batch: Batch) -> _Linearised:
         inputs, labels = batch
-        outputs = self.module(inputs)
+        with plain_attention():
+            outputs = self.module(inputs)
         u = torch.zeros_like(outputs, requires_grad=True)
         pulled = grad(outputs, self.parameters, u, create_graph=True, materialize_grads=True)
         z = outputs.detach().requires_grad_()
@@ -160,6 +183,10 @@ class Objective:
     def share(self, batch: Batch) -> float:
         """n_b/N, the weight of the batch's mean in the mean over all samples (over tokens, if the loss counts them)."""
         return counted(self.loss, batch[1]) / self._counted
+
+    def mass(self, batch: Batch) -> float:
+        """N times the share: how many samples of weight 1 the batch stands for."""
+        return counted(self.loss, batch[1]) * self.samples / self._counted
 
     def _mean(self, batch: Batch) -> Tensor:
         inputs, labels = batch

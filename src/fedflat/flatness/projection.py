@@ -14,7 +14,7 @@ from fedflat.flatness.landscape import Landscape, landscape
 from fedflat.flatness.objective import Objective
 
 Floats = NDArray[np.float64]
-MARGIN = 0.25  # of the extent of the points, on each side of the surface
+MARGIN = 0.25  # on each side of the surface, as a fraction of the extent of the points
 _FLAT = 1e-6  # models whose second extent is a smaller share of the first lie on one line, up to rounding
 
 

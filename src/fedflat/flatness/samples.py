@@ -1,4 +1,4 @@
-"""Batches of inputs and labels from whatever people keep their samples in."""
+"""Batches of inputs and labels from arrays, data sets, loaders, dictionaries and federations."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def batches_of(
 ) -> list[tuple[Any, Tensor]]:
     """Fixes the samples to measure on, as a list of batches (inputs, labels).
 
-    Of arrays, a torch Dataset or a DataLoader over one in plain or shuffled order, `samples` are drawn with the seed,
-    so that two calls measure on the same ones. Of a list of batches or a loader with a sampler of its own the first
-    `samples` are taken, in its order.
+    From arrays, a torch Dataset, or a DataLoader over one in plain or shuffled order, `samples` are drawn with the
+    seed, so that two calls measure on the same ones. From a list of batches, or a loader with its own sampler, the
+    first `samples` are taken in their order.
 
     Args:
         data: a pair of tensors or NumPy arrays, a torch Dataset, a DataLoader, a list of batches, a dictionary of
@@ -89,7 +89,7 @@ def batches_of(
 
 
 def _raw(data: Any, samples: int, batch: int, seed: int) -> Iterable[Any]:
-    """The batches as they come, before it is known what is what."""
+    """The batches as they come, before inputs and labels are told apart."""
     if isinstance(data, DataLoader):
         return _of_loader(data, samples, seed)
     if isinstance(data, Mapping) or (isinstance(data, (tuple, list)) and data and all(map(_is_array, data))):
@@ -201,7 +201,10 @@ def _texts(entry: Sequence[Any]) -> bool:
 
 
 def _by_place(raw: Any) -> tuple[Any, Any]:
-    """(inputs, labels), or a longer tuple in which one entry alone has a class for each sample and none is an input."""
+    """Inputs and labels of a pair, or of a longer tuple in which the labels are clear.
+
+    Then exactly one entry after the first has a class for each sample, and no other could be an input.
+    """
     if not isinstance(raw, (tuple, list)):
         raise DataError(f"data: a batch is a {type(raw).__name__} without labels; {HELP}")
     if len(raw) == 2:

@@ -46,7 +46,7 @@ def adaptive_sharpness(objective: Objective, rho: float = 0.5) -> float:
 class AverageSharpness:
     """The rise of f over random directions: the mean with its standard error and 95 % interval, and the largest rise.
 
-    The error and the interval are about the directions alone; with one pair of directions they are NaN.
+    The error and the interval cover only the choice of directions; with one pair of directions they are NaN.
     """
 
     mean: float
@@ -78,7 +78,8 @@ def average_sharpness(objective: Objective, rho: float = 0.05, directions: int =
     if directions < 2 or directions % 2:
         raise RecipeError(f"directions: {directions}; directions come in pairs ±u, so give an even number from 2 on")
     chance = torch.Generator().manual_seed(seed)
-    drawn = (torch.randn(objective.size, generator=chance, dtype=objective.dtype) for _ in range(directions // 2))
+    home = objective.weights
+    drawn = (torch.randn(objective.size, generator=chance, dtype=home.dtype).to(home) for _ in range(directions // 2))
     found = rises(objective, (sign * rho * unit(u) for u in drawn for sign in (1, -1)))
     mean = hall([(up + down) / 2 for up, down in zip(found[::2], found[1::2], strict=True)])
     return AverageSharpness(mean.mean, mean.error, mean.low, mean.high, max(found), directions)

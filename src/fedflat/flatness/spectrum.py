@@ -1,17 +1,18 @@
-"""The eigenvalue density of a symmetric operator from a few products, by Lanczos, and what stands out of its bulk."""
+"""The eigenvalue density of a symmetric operator from a few products, by Lanczos, and the outliers above its bulk."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from fedflat.errors import RecipeError
 from fedflat.flatness.hessian import Operator
-from fedflat.flatness.intervals import student
+from fedflat.flatness.intervals import hall
 from fedflat.flatness.krylov import krylov, ritz
 from fedflat.flatness.traces import Trace
 
@@ -31,12 +32,12 @@ class Density:
 
     def moment(self, power: int) -> float:
         """∫ tᵖ φ(t) dt, an estimate of (1/d) tr Hᵖ."""
-        return student(self._moments(power)).mean
+        return fmean(self._moments(power))
 
     @property
     def trace(self) -> Trace:
-        """d times the first moment, with the 95 % interval over the probes (Student's t)."""
-        found = student([self.size * moment for moment in self._moments(1)])
+        """d times the first moment, with the 95 % interval over the probes; fewer than eight have none."""
+        found = hall([self.size * moment for moment in self._moments(1)])
         return Trace(found.mean, found.error, self.products, found.low, found.high)
 
     def on(self, grid: Tensor, width: float) -> Tensor:
@@ -120,7 +121,7 @@ def outliers(found: Density, factor: float = 3.0) -> Outliers:
     The nodes θ₁ > θ₂ > … of Lanczos fill the bulk densely, and each eigenvalue that stands apart gets one node of its
     own. Of the gaps θⱼ − θⱼ₊₁ above the median of the density, the lower half is taken for those of the bulk. Of the
     others, the lowest one that is `factor` times as wide as every gap below it separates the outliers from the bulk,
-    whose edge is the node below that gap. Without such a gap there are no outliers: then the spectrum falls off
+    whose edge is the node below that gap. Without such a gap there are no outliers: the spectrum falls off
     smoothly. More Lanczos steps resolve smaller gaps; take at least five for each outlier that is expected.
 
     For a classifier of K classes, K − 1 outliers are typical of a trained network (Sagun et al. 2017, Papyan 2020).

@@ -132,7 +132,7 @@ def rescaled(module: nn.Module, factor: float = 10.0, name: str | None = None) -
 
     Args:
         module: the network, see `hidden_layers`.
-        factor: c > 0. A power of two changes the outputs by no bit.
+        factor: c > 0. A power of two leaves every bit of the outputs unchanged.
         name: the layer; the first one that allows it by default.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedflat.drawing import COLOURS, new_figure, save_figure
+from fedflat.drawing import draw_band, new_figure, save_figure
 from fedflat.errors import RecipeError
 
 if TYPE_CHECKING:  # landscape.py draws with this module
@@ -50,7 +50,7 @@ def draw_landscape(axes: Any, each: Landscape) -> None:
     check_comparable(found)
     scale = Scale.of(found)
     if len(each.axes) == 1:
-        _draw_lines(axes, found, scale)
+        draw_lines(axes, found, scale)
     elif axes.name == "3d":
         draw_surface(axes, each, scale)
     else:
@@ -125,10 +125,10 @@ def _round_logarithmic(low: float, high: float) -> Floats:
 
 
 def steep(found: Sequence[Landscape]) -> bool:
-    """Whether surfaces on one linear scale would hide what most of them look like, so that they need a logarithm.
+    """Whether surfaces need a logarithmic scale, because a common linear one would hide the shape of most of them.
 
-    That is so if the largest loss is far above the middle of some surface. A deep minimum alone is no reason: on a
-    logarithmic scale it would look like a narrow one.
+    This is the case if the largest loss is far above the middle of some surface. A deep minimum alone does not count:
+    on a logarithmic scale it would look like a narrow one.
     """
     finite = [each.values[np.isfinite(each.values)] for each in found]
     high, middles = max(float(values.max()) for values in finite), [float(np.median(values)) for values in finite]
@@ -143,19 +143,18 @@ def caption(name: str, each: Landscape) -> str:
 def _draw_curves(landscapes: Mapping[str, Landscape], path: Path) -> None:
     figure = new_figure(7, 4.2)
     axes = figure.subplots()
-    _draw_lines(axes, landscapes, Scale.of(landscapes))
+    draw_lines(axes, landscapes, Scale.of(landscapes))
     axes.legend(frameon=False, fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
     save_figure(figure, path)
 
 
-def _draw_lines(axes: Any, landscapes: Mapping[str, Landscape], scale: Scale) -> None:
+def draw_lines(axes: Any, landscapes: Mapping[str, Landscape], scale: Scale) -> None:
+    """Draws landscapes along one direction as lines over each other."""
     for k, (name, each) in enumerate(landscapes.items()):
-        style = dict(color=COLOURS[k % len(COLOURS)], linestyle=("-", "--", ":")[k // len(COLOURS) % 3])
-        axes.plot(each.axes[0], scale.heights(each.values), label=caption(name, each), **style)
+        draw_band(axes, k, caption(name, each), each.axes[0], scale.heights(each.values))
     axes.axvline(0, color="0.6", linewidth=0.8, linestyle=":")
     axes.set(xlabel="step α along the direction", ylabel="loss")
     axes.set_yticks(*scale.ticks())
-    axes.grid(alpha=0.3)
 
 
 def _draw_planes(landscapes: Mapping[str, Landscape], path: Path) -> None:
@@ -191,7 +190,7 @@ def draw_map(axes: Any, each: Landscape, scale: Scale, centre: bool = True) -> A
 
 
 def draw_surface(axes: Any, each: Landscape, scale: Scale) -> None:
-    """Draws the surface in the one camera of all surfaces."""
+    """Draws the surface with the camera that all surfaces share."""
     low, high = scale.ends
     surface = (*np.meshgrid(*each.axes), scale.heights(each.values).T)
     axes.plot_surface(*surface, cmap=_MAP, vmin=low, vmax=high, rcount=60, ccount=60, linewidth=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fedflat.errors import RecipeError
 from fedflat.flatness.hessian import Operator
-from fedflat.flatness.intervals import Interval, hall, quantile, student
+from fedflat.flatness.intervals import FEWEST as PROBES
+from fedflat.flatness.intervals import hall, quantile, student
 from fedflat.flatness.krylov import krylov
 from fedflat.progress import track
 
@@ -23,8 +24,8 @@ FEWEST = 6  # products: three steps of Lanczos and three probes
 class Trace:
     """An estimate of tr H: its mean, its standard error, and the ends of its 95 % interval.
 
-    The interval is about the random probes alone: the samples that H is measured on are fixed. If the matrix was
-    written out, the error is 0 and both ends are the trace itself.
+    The interval covers only the choice of probes: the samples that H is measured on are fixed. If the matrix was
+    written out, the error is 0 and both ends are the trace itself. With fewer than eight probes both ends are NaN.
     """
 
     mean: float
@@ -52,16 +53,20 @@ def trace(
     95 % interval is that of the n probes, Student's t with Hall's correction for their skewness (`intervals.hall`).
     A matrix of at most `products` rows is written out instead, which is exact. Memory: products/2 · d floats.
 
-    With `relative_error` the number of probes follows Stein's two stages: from the deviation s of the first n probes,
-    the total is N = (t s / δ)² with δ = relative_error · |tr H|, and the interval is the mean of all of them ± t s/√N,
-    with s and t of the first stage. So looking at the data does not spoil its coverage.
+    With `relative_error` there is a second stage. The deviation s of the first n probes sets how many are needed,
+
+        N = (t s / δ)²,      δ = relative_error · |tr H|,
+
+    and the result is the mean and the interval of N new probes. Those of the first stage are not used again. Otherwise
+    an s that is small by chance would lead to few probes and a short interval, which covers the trace less often.
 
     Args:
         operator: the matrix H.
-        products: number of products with H (of the first stage); at least 6.
+        products: number of products with H (of the first stage); at least 6, and for an interval 16.
         seed: seed of the start vector and the probes.
-        relative_error: half the width of the interval relative to the trace, such as 0.05; None takes `products`.
-        most: maximum number of products in total. If they do not suffice, the interval is wider than asked for.
+        relative_error: half the width of the interval relative to the trace, such as 0.05. About half of all intervals
+            are slightly wider. None uses only `products`.
+        most: maximum number of products in total. If they are not enough, the interval is wider than requested.
 
     Raises:
         RecipeError: `products` is less than 6, or `relative_error` is not positive.
@@ -82,32 +87,30 @@ def trace(
         exact = sum(float(unit @ (operator @ unit).cpu()) for unit in units)
         return Trace(exact, 0.0, operator.size, exact, exact)
     chance = torch.Generator().manual_seed(seed)
-    found = krylov(operator, signs(operator, chance), products // 2)
-    known, spent = float(found.alphas.sum()), len(found.alphas)
+    space = krylov(operator, signs(operator, chance), products // 2)
+    known, spent = float(space.alphas.sum()), len(space.alphas)
 
     def probe() -> float:
         z = signs(operator, chance)
-        z -= found.basis.T @ (found.basis @ z)
+        z -= space.basis.T @ (space.basis @ z)
         return float(z @ (operator @ z).cpu())
 
     samples = [probe() for _ in track(range(products - spent), "trace")]
-    first = hall(samples)
-    if relative_error is not None and math.isfinite(first.mean):
-        first = _second_stage(samples, probe, relative_error, known, most - spent)
-    ends = known + first.low, known + first.high
-    return Trace(known + first.mean, first.error, spent + len(samples), *ends)
+    found = hall(samples)
+    if relative_error is not None and math.isfinite(found.mean):
+        wanted = _wanted(samples, relative_error * abs(known + found.mean))
+        count = math.floor(min(wanted, most - products))
+        if count >= PROBES:
+            spent, samples = products, [probe() for _ in track(range(count), "trace")]
+            found = hall(samples)
+    return Trace(known + found.mean, found.error, spent + len(samples), known + found.low, known + found.high)
 
 
-def _second_stage(
-    samples: list[float], probe: Callable[[], float], relative_error: float, known: float, most: int
-) -> Interval:
-    """Adds as many probes to the samples as Stein's rule asks for, and returns his interval of their mean."""
+def _wanted(samples: Sequence[float], half: float) -> float:
+    """The number of probes that an interval of ± half needs, estimated from the deviation of these samples."""
     first = student(samples)
     deviation, t = first.error * math.sqrt(len(samples)), quantile(len(samples) - 1)
-    wanted = (t * deviation / max(relative_error * abs(known + first.mean), sys.float_info.min)) ** 2
-    samples += [probe() for _ in range(math.ceil(min(wanted, most)) - len(samples))]
-    mean, error = math.fsum(samples) / len(samples), deviation / math.sqrt(len(samples))
-    return Interval(mean, error, mean - t * error, mean + t * error)
+    return max(PROBES, math.ceil(min(t * deviation / max(half, sys.float_info.min), 1e100) ** 2))
 
 
 def signs(operator: Operator, chance: torch.Generator) -> Tensor:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedflat.errors import RunError
-from fedflat.federation import load_npz
+from fedflat.errors import RecipeError, RunError, TrainingError
+from fedflat.federation import load_npz, save_npz
+from fedflat.flatness.door import of_model
 from fedflat.flatness.landscape import Landscape
 from fedflat.flatness.objective import Objective
-from fedflat.flatness.projection import Plane, surface
+from fedflat.flatness.projection import Plane, principal_plane, surface
+from fedflat.flatness.routes import draw_trajectory
+from fedflat.progress import track
+from fedflat.shown import Shown
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -40,11 +44,11 @@ class LocalRound:
     average: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Trajectory:
+@dataclass(frozen=True, eq=False, repr=False)
+class Trajectory(Shown):
     """Models of a run in a plane, as coordinates (x, y), and the loss over that plane.
 
-    The plane holds only part of the distances: `off` and `clients_off` tell how far the models are from it, and f at a
+    The plane holds only part of the distances: `off` and `clients_off` say how far the models are from it, and f at a
     model (`losses`) differs from the surface at its projection accordingly.
 
     Attributes:
@@ -73,20 +77,41 @@ class Trajectory:
     ends: Floats
     surface: Landscape
 
+    pictured: ClassVar[bool] = True
+    size: ClassVar[tuple[float, float]] = (7.4, 5.4)
+
+    def caption(self) -> str:
+        clients = f" and {len(self.clients)} clients of round {self.local_round}" if self.local_round else ""
+        shares = ", with {:.0%} and {:.0%} of the variance".format(*self.shares) if np.isfinite(self.shares[0]) else ""
+        return f"{len(self.rounds)} models of a run{clients} in a plane of weight space{shares}"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each global model, each client's model and their average. The loss is that of the model itself."""
+        clients = [f"client {client}, round {self.local_round}" for client in self.clients]
+        rows = [
+            *_rows([f"round {round}" for round in self.rounds], self.path, self.off, self.losses),
+            *_rows(clients, self.clients_path, self.clients_off, np.full(len(clients), np.nan)),
+        ]
+        if self.local_round:
+            rows += _rows([f"average, round {self.local_round}"], self.ends[1:], np.full(1, np.nan), np.full(1, np.nan))
+        return rows
+
+    def draw(self, axes: Any) -> None:
+        draw_trajectory(axes, self)
+
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the trajectory as an .npz file. Raises `RunError` if that fails."""
         arrays: dict[str, Any] = {**vars(self), **vars(self.surface)}
         del arrays["surface"]
         try:
-            with open(path, "wb") as file:
-                np.savez_compressed(file, **arrays)
+            save_npz(path, **arrays)
         except OSError as error:
             raise RunError(f"{path}: the trajectory cannot be written ({error.strerror})") from error
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trajectory:
         """Reads a file written by `save`. Raises `RunError` if it is missing or damaged."""
-        names = [name for name in cls.__dataclass_fields__ if name != "surface"]
+        names = [field.name for field in fields(cls) if field.name != "surface"]
         try:
             found = load_npz(Path(path), [*names, "axes", "values", "centre"])
         except OSError as error:
@@ -98,6 +123,11 @@ class Trajectory:
             raise RunError(f"{path}: its arrays do not fit each other; project the run again")
         arrays: dict[str, Any] = {**found, "local_round": int(found["local_round"])}
         return cls(**arrays, surface=grid)
+
+
+def _rows(names: Sequence[str], places: Floats, off: Floats, losses: Floats) -> list[dict[str, Any]]:
+    columns = zip(names, places.tolist(), off.tolist(), losses.tolist(), strict=True)
+    return [{"model": n, "x": x, "y": y, "distance from the plane": d, "loss": f} for n, (x, y), d, f in columns]
 
 
 def _fits(found: Mapping[str, NDArray[Any]]) -> bool:
@@ -112,11 +142,12 @@ def _fits(found: Mapping[str, NDArray[Any]]) -> bool:
     return count != () and clients != () and all(right)
 
 
+@of_model
 def trajectory(
     objective: Objective,
-    plane: Plane,
-    rounds: Sequence[int],
-    models: Tensor,
+    models: Tensor | Sequence[nn.Module],
+    rounds: Sequence[int] | None = None,
+    plane: Plane | None = None,
     local: LocalRound | None = None,
     points: int = 25,
 ) -> Trajectory:
@@ -124,14 +155,28 @@ def trajectory(
 
     Args:
         objective: the mean loss.
-        plane: the plane, such as `principal_plane(models)`.
-        rounds: the round of each model.
-        models: the global models, one in each row.
+        models: the models in the order of training, as modules or as weights with one model in each row.
+        rounds: the round of each model; by default 0, 1, 2, …
+        plane: the plane; by default `principal_plane(models)`, for which there must be three models.
         local: a round whose client models are shown too.
         points: number of grid points along each axis of the surface.
+
+    Raises:
+        RecipeError: the models do not span a plane, or their number is not that of the rounds.
+        TrainingError: weights are not finite.
     """
+    models = models if isinstance(models, Tensor) else torch.stack([objective.weights_of(each) for each in models])
+    rounds = range(len(models)) if rounds is None else rounds
+    if len(rounds) != len(models):
+        raise RecipeError(
+            f"trajectory: there are {len(models)} models and {len(rounds)} rounds; give one round for each"
+        )
+    for round, model in zip(rounds, models, strict=True):
+        if not bool(model.isfinite().all()):
+            raise TrainingError(f"trajectory: the weights of round {round} are not finite; the run has diverged")
+    plane = plane or principal_plane(models)
     losses = []
-    for model in models:
+    for model in track(models, "models", len(models)):
         with objective.at(model):
             losses.append(objective.value())
     clients = sorted(local.models) if local else []

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from fedflat.recipe import Recipe
     from fedflat.rounds import Problem
 
-BESIDE = ("gradient", "rise", "margin")  # what clients also report in a simulation
+BESIDE = ("gradient", "rise", "margin")  # questions that clients only answer in a simulation
+
+
+class ClientError(Exception):
+    """A failure on the client; the server is told only its type."""
 
 
 def client_app(recipe: str | Path | Recipe, data: DataHook | None = None) -> ClientApp:
@@ -126,9 +130,10 @@ def _answered(
     answer: Callable[[Question, Desk], RecordDict],
 ) -> Message:
     """Return the answer to a message, or one sentence if the client's policy does not allow it."""
-    from fedflat.errors import printable
+    from fedflat.errors import RecipeError, printable
     from fedflat.flower import messages
     from fedflat.flower.policy import PolicyError, read_policy
+    from fedflat.flower.shelf import MemoryLostError
     from fedflat.recipe import Recipe, load
 
     client, book = client_of(context), None
@@ -141,11 +146,15 @@ def _answered(
         try:
             return Message(answer(question, desk), reply_to=message)
         except messages.UnfitError as unfit:
-            raise PolicyError(f"{question}: {unfit.args[1]}") from None
+            raise PolicyError(f"{question}: {unfit.args[1]}", unfit.args[0]) from None
     except PolicyError as refused:
         sentence = printable(refused)
         _note_refusal(book, question, sentence)
-        return Message(messages.content({}, {"refused": sentence}), reply_to=message)
+        return Message(messages.refusal(sentence, refused.reason), reply_to=message)
+    except (RecipeError, MemoryLostError):  # fedflat's own messages, about files and not about samples
+        raise
+    except Exception as error:  # Flower sends its text to the server, and it may quote a sample or a label
+        raise ClientError(f"{type(error).__name__}; what it says is in the client's log") from error
 
 
 def _note_refusal(book: Book | None, question: Question, sentence: str) -> None:
@@ -162,7 +171,7 @@ def _note_refusal(book: Book | None, question: Question, sentence: str) -> None:
 
 
 def _hello(question: Question, desk: Desk) -> RecordDict:
-    """Answer which client this is and how many samples it has, or that the question does not apply to it."""
+    """Return which client this is and how many samples it has; refuse other questions."""
     from fedflat.flower import messages
     from fedflat.flower.policy import check_question
 
@@ -177,30 +186,36 @@ def _local_round(question: Question, desk: Desk) -> RecordDict:
     """Run one round of this client: recall, train, keep, upload."""
     from fedflat.engine import settled_worker
     from fedflat.flower import messages
-    from fedflat.flower.policy import check_question
+    from fedflat.flower.policy import PolicyError, behind, check_question
     from fedflat.flower.shelf import keep, recall
+    from fedflat.flower.tally import salt_of
     from fedflat.rounds import Broadcast, one_thread
 
     method, ask, recipe, client = desk.agreed_method(), desk.ask(), desk.recipe, desk.client
     problem = desk.problem(ask.everyone, ask.run)
     samples = problem.federation.samples(client)
     messages.whole(desk.facts, "everyone", samples, messages.SAMPLES)
-    check_question(desk.policy, question, recipe, method, samples)
+    check_question(desk.policy, question, recipe, method, behind(recipe.local, samples))
     lr = messages.read_lr(desk.facts, recipe.local, ask.round)
     sizes, dtype = messages.sent_sizes(problem), problem.network.weights.dtype
     sent = messages.read_exactly(desk.message.content, sizes, dtype)
     memory, forgiven, answer = None, "", {"run": ask.run, "round": ask.round}
     shelf = _shelf(desk.context, ask.run, client) if problem.memory else None
+    if shelf and shelf.full:
+        raise PolicyError(f"{question}: {shelf.full}")
     if shelf:
         memory, forgiven = recall(shelf, ask.mark, anew=recipe.deployment.memory == "anew")
     desk.spend(question, ask.run, method)
     with one_thread():
         upload, kept = settled_worker(problem).local_round(Broadcast(ask.round, lr, sent), client, memory)
-    if shelf:
-        answer["digest"] = keep(shelf, ask.round, kept, {"run": ask.run, "client": str(client)}, ask.mark).digest
     upload = _guarded(upload, method)
+    named = {"delta": upload.delta, **upload.vectors}
+    messages.refuse_not_finite({"loss": upload.loss, **upload.notes}, named)
+    if shelf:
+        about = {"run": ask.run, "client": str(client), "salt": salt_of(desk.book.secret(), ask.run)}
+        answer["digest"] = keep(shelf, ask.round, kept, about, ask.mark).digest
     facts_up = {**messages.upload_facts(upload), **answer, "forgiven": forgiven}
-    return messages.content({"delta": upload.delta, **upload.vectors}, facts_up, upload.notes)
+    return messages.content(named, facts_up, upload.notes)
 
 
 def _guarded(upload: Upload, method: Method) -> Upload:
@@ -237,6 +252,7 @@ def _product(question: Question, desk: Desk) -> RecordDict:
     with one_thread():
         worker = settled_worker(problem, HessianProduct(portion))
         answer = worker.answer(sent["weights"], buffers, desk.client, sent["vector"])
+    messages.refuse_not_finite({}, {"the product": answer})
     return messages.content({"answer": answer}, {"run": ask.run, "round": ask.round})
 
 

@@ -1,4 +1,4 @@
-"""Health check: `python -m fedflat.flower.health 127.0.0.1:9000 [SECONDS]` exits 0 if it is up.
+"""Health check: `python -m fedflat.flower.health 127.0.0.1:9000 [SECONDS]` exits with 0 if the service is up.
 
 Containers and units use it for a SuperLink or SuperNode. It only reports on the process; `flwr supernode list` shows
 which nodes are connected.

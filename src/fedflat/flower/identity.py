@@ -16,6 +16,7 @@ from typing import Any
 from cryptography.hazmat.primitives import serialization
 
 from fedflat.errors import RunError
+from fedflat.files import read_whole
 
 OPENSSH = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
 
@@ -32,13 +33,17 @@ def fingerprint(key: bytes) -> str:
 
 
 def read_table(folder: Path, clients: int) -> dict[str, int]:
-    """Read the public keys in a folder; return fingerprint → client."""
+    """Read the public keys in a folder; return fingerprint → client.
+
+    Raises:
+        RunError: if a file is not a public key, two clients have the same key, or there is no key.
+    """
     table: dict[str, int] = {}
     for path in sorted(folder.glob("client-*.pub")):
         number = re.fullmatch(r"client-(\d+)", path.stem)
         if not number or int(number[1]) >= clients:
             continue
-        found = fingerprint(path.read_bytes())
+        found = fingerprint(read_whole(path))
         if not found:
             raise RunError(f"{path}: is no public key that Flower takes")
         if found in table:

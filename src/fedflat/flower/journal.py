@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.errors import RunError, printable
+from fedflat.files import read_bytes, write_whole, written_to
 from fedflat.flower.messages import ROUNDS, SAMPLES, UnfitError, whole, word
 from fedflat.flower.shelf import Mark
 from fedflat.flower.tally import own_secret, seed_of
 from fedflat.randomness import Secret
-from fedflat.runs import checkpoint_rounds, write_whole, written_to
+from fedflat.runs import checkpoint_rounds
 
 JOURNAL = "deployment.json"
 SECRET = "deployment.secret"  # seed of the cohorts, known only to the server
@@ -23,7 +24,7 @@ SECRET = "deployment.secret"  # seed of the cohorts, known only to the server
 class Journal:
     """A deployment's name, the clients' sizes, the marks of their memory, and the secret seed of the cohorts.
 
-    `discarded` counts the rounds that the run has gone back behind.
+    `discarded` is the number of rounds that were discarded when the run went back to an earlier checkpoint.
     """
 
     def __init__(self, out: Path) -> None:
@@ -38,7 +39,7 @@ class Journal:
 
     def _read(self) -> None:
         try:
-            found = json.loads(self._path.read_text("utf-8"))
+            found = json.loads(read_bytes(self._path))
             self.run = word(found, "run", "[0-9a-f]{16}")
             self.discarded = whole({"discarded": 0, **found}, "discarded", 0, ROUNDS)
             self.sizes = {int(client): whole(found["sizes"], client, 1, SAMPLES) for client in found["sizes"]}
@@ -69,7 +70,7 @@ class Journal:
     def merged(self, marks: Mapping[int, Mark]) -> None:
         """Record that uploads were merged, which makes these versions valid.
 
-        Of the older ones, those stay that are valid at a kept checkpoint: the run may have to go back to it.
+        Older versions stay if they are valid at a kept checkpoint, because the run may have to go back to it.
         """
         kept = [*checkpoint_rounds(self._out), math.inf]
         for client, mark in marks.items():
@@ -80,14 +81,14 @@ class Journal:
             self._write()
 
     def start(self, round: int) -> None:
-        """Forget the marks of this round and later ones: the run continues before them, so they never came to be."""
+        """Forget the marks of this round and later ones: the run continues from before them, so they do not count."""
         valid = {client: [m for m in marks if m.round < round] for client, marks in self._marks.items()}
         if valid != self._marks:
             self._marks = valid
             self._write()
 
     def discard(self, rounds: int) -> None:
-        """Count rounds that the run goes back behind: their models have been shown to clients."""
+        """Count rounds that are discarded to go back to a checkpoint: clients have already seen their models."""
         self.discarded += rounds
         self._write()
 

@@ -18,39 +18,82 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedflat.errors import RecipeError, RunError
-from fedflat.runs import private_directory, write_whole, written_to
+from fedflat.files import private_directory, read_bytes, write_whole, written_to
 
 AUTHORITY = 3650  # minimum lifetime of the authority, in days
 PEM, NONE = serialization.Encoding.PEM, serialization.NoEncryption()
 
 
 def write_keys(folder: Path, hosts: Sequence[str], clients: int, days: int = 365) -> list[Path]:
-    """Write ca.pem, ca.key, server.pem, server.key, and client-i with client-i.pub for each client."""
+    """Write ca.pem, ca.key, server.pem, server.key, and client-i with client-i.pub for each client.
+
+    Args:
+        folder: an empty or new folder.
+        hosts: the names or addresses by which clients reach the server.
+        clients: the number of clients.
+        days: the lifetime of the server's certificate.
+
+    Returns:
+        The files written.
+
+    Raises:
+        RunError: if the folder is not empty.
+        RecipeError: if a host is not a plain name or address.
+    """
     if folder.exists() and any(folder.iterdir()):
         raise RunError(f"{folder}: there are keys already; move them away first, as old nodes know only these")
     names = [_host(host) for host in hosts]
     with written_to(folder, "choose another directory"):
         private_directory(folder)
         authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-        # The authority outlives the server's certificate, so renewing it needs no change at the clients.
+        # The authority outlives the server's certificate, so renewing the latter needs no change at the clients.
         root = _certificate("fedflat deployment", authority, None, authority, (), max(AUTHORITY, 2 * days))
         own = _certificate(hosts[0], server, root, authority, names, days)
         written = [_private(folder / "ca.key", authority), _public(folder / "ca.pem", root.public_bytes(PEM))]
         written += [_private(folder / "server.key", server), _public(folder / "server.pem", own.public_bytes(PEM))]
         for client in range(clients):
-            key, path = ec.generate_private_key(ec.SECP384R1()), folder / f"client-{client}"
-            formats = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-            written.append(_private(path, key, serialization.PrivateFormat.OpenSSH))
-            written.append(_public(path.with_suffix(".pub"), key.public_key().public_bytes(*formats) + b"\n"))
+            written += client_key(folder, client)
     return written
 
 
+def client_key(folder: Path, client: int) -> list[Path]:
+    """Write a client's new private and public key, replacing any existing ones."""
+    key, path = ec.generate_private_key(ec.SECP384R1()), folder / f"client-{client}"
+    form, formats = (
+        serialization.PrivateFormat.OpenSSH,
+        (serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH),
+    )
+    with written_to(folder, "choose another directory"):
+        write_whole(path, key.private_bytes(PEM, form, NONE))
+        write_whole(path.with_suffix(".pub"), key.public_key().public_bytes(*formats) + b"\n", public=True)
+    return [path, path.with_suffix(".pub")]
+
+
+def known_clients(folder: Path) -> list[int]:
+    """Return the clients whose public keys are in a folder."""
+    found = (re.fullmatch(r"client-(\d+)\.pub", path.name) for path in folder.glob("client-*.pub"))
+    return sorted(int(each[1]) for each in found if each)
+
+
 def renew(folder: Path, hosts: Sequence[str], days: int = 365) -> list[Path]:
-    """Renew the server's certificate and key with the authority in `folder`; clients need no update."""
+    """Renew the server's certificate and key with the authority in `folder`; clients need no update.
+
+    Args:
+        folder: the folder with ca.key and ca.pem.
+        hosts: the names or addresses by which clients reach the server.
+        days: the lifetime of the new certificate.
+
+    Returns:
+        The files written.
+
+    Raises:
+        RunError: if ca.key and ca.pem cannot be read or do not belong together.
+        RecipeError: if a host is not a plain name or address, or `days` is longer than the authority lasts.
+    """
     names = [_host(host) for host in hosts]
     try:
-        authority = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
-        root = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+        authority = serialization.load_pem_private_key(read_bytes(folder / "ca.key"), None)
+        root = x509.load_pem_x509_certificate(read_bytes(folder / "ca.pem"))
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{folder}: a renewal needs ca.key and ca.pem there ({error})") from None
     if not isinstance(authority, ec.EllipticCurvePrivateKey) or authority.public_key() != root.public_key():
@@ -114,16 +157,11 @@ def _host(name: str) -> x509.GeneralName:
         return x509.DNSName(name)
 
 
-def _private(
-    path: Path,
-    key: ec.EllipticCurvePrivateKey,
-    form: serialization.PrivateFormat = serialization.PrivateFormat.PKCS8,
-) -> Path:
-    path.touch(mode=0o600)
-    path.write_bytes(key.private_bytes(PEM, form, NONE))
+def _private(path: Path, key: ec.EllipticCurvePrivateKey) -> Path:
+    write_whole(path, key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, NONE))
     return path
 
 
 def _public(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
+    write_whole(path, content, public=True)
     return path

@@ -36,7 +36,7 @@ class UnfitError(Exception):
 
 
 def content(named: Vectors, facts: dict[str, Any], notes: dict[str, float] | None = None) -> RecordDict:
-    """The content of a message."""
+    """Build the content of a message from vectors, facts and notes."""
     records = {VECTORS: ArrayRecord({name: Array(array) for name, array in arrays(named).items()})}
     return RecordDict({**records, FACTS: ConfigRecord(facts), NOTES: ConfigRecord(dict(notes or {}))})
 
@@ -45,8 +45,24 @@ def read_facts(record: RecordDict) -> dict[str, Any]:
     return dict(record[FACTS]) if isinstance(record.get(FACTS), ConfigRecord) else {}
 
 
+def refusal(sentence: str, reason: str) -> RecordDict:
+    """Build the content of a client's refusal."""
+    return content({}, {"refused": sentence, "reason": reason})
+
+
+def read_refusal(facts: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Read why a client refuses: a reason for admission, and its sentence. None if it does not refuse."""
+    if not (refused := facts.get("refused")):
+        return None
+    return "not finite" if facts.get("reason") == "not finite" else "policy", printable(refused)
+
+
 def whole(facts: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Read an integer of a message, within its range."""
+    """Read an integer of a message.
+
+    Raises:
+        UnfitError: if it is not an integer from `low` to `high`.
+    """
     value = facts.get(name)
     if type(value) is not int or not low <= value <= high:
         raise UnfitError("weight", f"{name} = {shown(value, 40)} is not a whole number from {low} to {high}")
@@ -54,7 +70,11 @@ def whole(facts: Mapping[str, Any], name: str, low: int, high: int) -> int:
 
 
 def word(facts: Mapping[str, Any], name: str, pattern: str) -> str:
-    """Read a short text of a message, of a known form."""
+    """Read a short text of a message.
+
+    Raises:
+        UnfitError: if it is not a text, is too long or does not match the pattern.
+    """
     value = facts.get(name)
     if not isinstance(value, str) or len(value) > 256 or not re.fullmatch(pattern, value):
         raise UnfitError("names", f"{name} = {shown(value, 40)} is not of its form")
@@ -62,7 +82,15 @@ def word(facts: Mapping[str, Any], name: str, pattern: str) -> str:
 
 
 def read_vectors(record: RecordDict, most: int) -> Vectors:
-    """Read the vectors of a message of at most so many bytes; sizes are checked before unpacking."""
+    """Read the vectors of a message; sizes are checked before unpacking.
+
+    Args:
+        record: the content of the message.
+        most: the largest total size of the vectors, in bytes.
+
+    Raises:
+        UnfitError: if the vectors are missing, too many, too large or cannot be unpacked.
+    """
     found = record.get(VECTORS)
     if not isinstance(found, ArrayRecord):
         raise UnfitError("names", "it has no vectors")
@@ -87,7 +115,11 @@ def read_vectors(record: RecordDict, most: int) -> Vectors:
 
 
 def read_exactly(record: RecordDict, sizes: Mapping[str, int], dtype: torch.dtype) -> Vectors:
-    """Read exactly these vectors from a message; all must be finite, and no others may be present."""
+    """Read exactly these vectors from a message; all must be finite, and no others may be present.
+
+    Raises:
+        UnfitError: if the vectors differ in name, size or dtype, or are not finite.
+    """
     found = read_vectors(record, sum(sizes.values()) * dtype.itemsize)
     if found.keys() != sizes.keys():
         named = ", ".join(sorted(printable(name, NAMED) for name in found)) or "none"
@@ -107,7 +139,7 @@ def read_exactly(record: RecordDict, sizes: Mapping[str, int], dtype: torch.dtyp
 
 @dataclass(frozen=True)
 class Ask:
-    """The server's fields of a broadcast or question, in the ranges that its recipe allows."""
+    """The fields that the server sends with a broadcast or question, in their allowed ranges."""
 
     run: str
     round: int
@@ -124,7 +156,11 @@ class Ask:
 
 
 def read_lr(facts: Mapping[str, Any], local: Local, round: int) -> float:
-    """Read η of a round and check it against the recipe."""
+    """Read η of a round and check it against the recipe.
+
+    Raises:
+        UnfitError: if it is not the recipe's η of this round.
+    """
     lr, expected = facts.get("lr"), local.lr * local.lr_decay**round
     if not isinstance(lr, float) or not math.isclose(lr, expected, rel_tol=1e-6):
         raise UnfitError("weight", f"lr = {shown(lr, 40)}, where the recipe has {expected:g} in round {round}")
@@ -133,9 +169,9 @@ def read_lr(facts: Mapping[str, Any], local: Local, round: int) -> float:
 
 def sent_sizes(problem: Problem) -> dict[str, int]:
     """Return the vectors that are sent to clients in a round, with their sizes."""
-    own = {name: problem.network.size if size is None else size for name, size in problem.method.found.sent.items()}
+    sizes = problem.method.sent_sizes(problem.network.layout)
     statistics = problem.network.buffers.numel() if problem.recipe.model.buffers == "average" else 0
-    return {"weights": problem.network.size, **own, **({"buffers": statistics} if statistics else {})}
+    return {**sizes, **({"buffers": statistics} if statistics else {})}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -143,12 +179,34 @@ def sent_sizes(problem: Problem) -> dict[str, int]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
+def refuse_not_finite(numbers: Mapping[str, float], named: Vectors) -> None:
+    """Refuse to send values that are not finite: training diverged, or the weights overflow on these samples.
+
+    Raises:
+        UnfitError: if a number or an entry of a vector is not finite.
+    """
+    spoilt = [name for name, value in numbers.items() if not math.isfinite(value)]
+    spoilt += [name for name, vector in named.items() if not bool(torch.isfinite(vector).all())]
+    if spoilt:
+        raise UnfitError("not finite", f"from the weights that were sent, {spoilt[0]} comes out as not finite")
+
+
 def upload_facts(upload: Upload) -> dict[str, Any]:
     return {name: getattr(upload, name) for name in NUMBERS if name != "notes"}
 
 
 def read_upload(record: RecordDict, problem: Problem, client: int, samples: int) -> Upload:
-    """Read the upload in a reply; the server's gate checks its vectors."""
+    """Read the upload in a reply; the server's gate checks its vectors.
+
+    Args:
+        record: the content of the reply.
+        problem: what the recipe describes.
+        client: the client that replied.
+        samples: the number of samples that it reported in its hello.
+
+    Raises:
+        UnfitError: if a field is missing or not of its type.
+    """
     facts = read_facts(record)
     numbers: dict[str, Any] = {name: facts.get(name) for name in NUMBERS if name != "notes"} | {"client": client}
     if missing := [name for name, value in numbers.items() if value is None]:

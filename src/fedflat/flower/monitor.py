@@ -11,9 +11,10 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler
+from socket import SHUT_RDWR, socket
 from socketserver import TCPServer
 from typing import Any
 
@@ -26,6 +27,7 @@ REASONS = {
     "absent", "base", "claim", "died", "doubled", "dtype", "foreign", "hung", "names", "norm", "not finite", "notes",
     "oversized", "policy", "raised", "shape", "silent", "stale", "weight",
 }  # fmt: skip
+SCRAPE = 5.0  # seconds that a scrape may take
 GAUGES = {
     "round": "The last round that is finished.",
     "accuracy": "Accuracy of the global model when it was last evaluated.",
@@ -119,15 +121,29 @@ class Listener(TCPServer):
         self.exposition = exposition
         super().__init__(address, Page)
 
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Handle a scrape within a few seconds: a slow sender would otherwise delay even the end of the run."""
+        end = threading.Timer(SCRAPE, _hang_up, [request])
+        end.start()
+        try:
+            super().finish_request(request, client_address)
+        finally:
+            end.cancel()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect during a scrape."""
+
+
+def _hang_up(connection: socket) -> None:
+    with suppress(OSError):  # the connection has already ended
+        connection.shutdown(SHUT_RDWR)
 
 
 class Page(BaseHTTPRequestHandler):
     """Serves GET /metrics and nothing else."""
 
     server: Listener
-    timeout = 5
+    timeout = SCRAPE
     server_version, sys_version = "fedflat", ""
 
     def do_GET(self) -> None:
@@ -147,7 +163,11 @@ class Page(BaseHTTPRequestHandler):
 
 @contextmanager
 def monitored(settings: Deployment) -> Iterator[list[Any]]:
-    """Yield the callbacks for the record of each round; serve /metrics meanwhile if configured."""
+    """Yield the callbacks for the record of each round; serve /metrics meanwhile if configured.
+
+    Raises:
+        RecipeError: if the configured port cannot be opened.
+    """
     callbacks: list[Any] = [log_round] if settings.log == "json" else []
     if not settings.metrics:
         yield callbacks

@@ -32,9 +32,13 @@ class Hello(NamedTuple):
 class Nodes:
     """Asks every node once, when it first appears, which client it is.
 
-    `base` is the digest of the server's frozen weights. `table` maps fingerprints to clients: with it, a node is the
-    client that its key belongs to, or no client. The server does not wait for a node that does not identify itself, and
-    asks it again after increasing intervals.
+    The server does not wait for a node that does not identify itself, and asks it again after increasing intervals.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        recipe: the server's recipe.
+        table: maps fingerprints to clients. With it, a node is only accepted as the client that its key belongs to.
+        base: digest of the server's frozen weights.
     """
 
     def __init__(self, grid: Grid, recipe: Recipe, table: Mapping[str, int] | None = None, base: str = "") -> None:
@@ -98,8 +102,8 @@ class Nodes:
         if reply.has_error():
             raise messages.UnfitError("raised", printable(reply.error.reason))
         facts = messages.read_facts(reply.content)
-        if refused := facts.get("refused"):
-            raise messages.UnfitError("policy", f"it refuses: {printable(refused)}")
+        if refused := messages.read_refusal(facts):
+            raise messages.UnfitError(refused[0], f"it refuses: {refused[1]}")
         client = messages.whole(facts, "client", 0, self._recipe.split.clients - 1)
         samples = messages.whole(facts, "samples", 1, self._recipe.admission.max_samples)
         if self._table is not None and self._clients[node] != client:
@@ -126,7 +130,11 @@ class Nodes:
         return found
 
     def gather(self) -> dict[int, int]:
-        """Wait for the clients of the deployment, and return their numbers of samples."""
+        """Wait for the clients of the deployment, and return their numbers of samples.
+
+        Raises:
+            TrainingError: if too few clients are connected after `deployment.wait` seconds.
+        """
         clients, limits = self._recipe.split.clients, self._recipe.deployment
         needed = limits.nodes or clients
         found = self.awaited(lambda found: len(found) >= needed)
@@ -142,7 +150,14 @@ class Nodes:
     def exchange(
         self, asked: Mapping[int, tuple[dict[str, Tensor], dict[str, Any]]], kind: str, timeout: float, group: str = ""
     ) -> Iterator[tuple[int, Message]]:
-        """Send each node its vectors and facts, and yield the replies as they arrive, until the timeout."""
+        """Send each node its vectors and facts, and yield the replies as they arrive, until the timeout.
+
+        Args:
+            asked: the vectors and facts for each node.
+            kind: Flower's type of the message.
+            timeout: the seconds to wait for replies.
+            group: Flower's group ID of the messages.
+        """
         sent: dict[str, int] = {}
         for node, (vectors, facts) in asked.items():
             sent |= dict.fromkeys(self._pushed(node, vectors, facts, kind, group), node)

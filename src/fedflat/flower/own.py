@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -14,7 +15,7 @@ from fedflat.federation import Dataset, Federation
 from fedflat.methods import parse
 from fedflat.randomness import Secret
 from fedflat.recipe import Recipe
-from fedflat.rounds import Problem
+from fedflat.rounds import Problem, counted_samples
 from fedflat.runs import assemble, augmentation, gather
 
 NOBODY = -1  # the server, which is not a client
@@ -24,13 +25,15 @@ NOBODY = -1  # the server, which is not a client
 class OwnData(Federation):
     """What one side knows: a client its own samples, the server the number of samples per client; both m and N.
 
-    `shards` has only this side's own indices; `everyone` is N.
+    `shards` has only this side's own indices; `everyone` is N. On the server `most` is the largest number of samples
+    that counts for a client: otherwise a client that claims a billion would leave the others no share of N.
     """
 
     client: int = NOBODY
     total: int = 1
     everyone: int = 1
     sizes: Mapping[int, int] = field(default_factory=dict)
+    most: float = math.inf
 
     @property
     def clients(self) -> int:
@@ -49,6 +52,13 @@ class OwnData(Federation):
         if self.client == NOBODY and client not in self.sizes:
             raise DataError(f"client {client} was not connected when the deployment began, so its size is not known")
         return self.sizes[client] if client in self.sizes else len(self.shard(client))
+
+    def share(self, client: int) -> float:
+        return min(self.samples(client), self.most) * self.clients / self._total
+
+    def told(self, samples: int) -> int:
+        """The N that a client with this many samples is told: nᵢ m/N is then its share of the samples that count."""
+        return self.everyone if samples <= self.most else -(-samples * self.everyone // int(self.most))
 
     def largest_first(self, clients: Sequence[int]) -> list[int]:
         """The order of a simulation, as far as the sizes are known; the other clients come last."""
@@ -77,7 +87,12 @@ def own_problem(
 ) -> Problem:
     """Build the recipe's problem as this side sees it; without a hook, with the samples of the recipe's split.
 
-    This side draws with its own secret or, as in a rehearsal, with the recipe's seed if there is no secret.
+    Args:
+        recipe: this side's recipe.
+        client: the client on this side; −1 is the server.
+        everyone: the number N of all clients' samples.
+        hook: provides the samples of this side.
+        secret: seeds this side's draws; without it, as in a rehearsal, they follow the recipe's seed.
     """
     if hook:
         dataset = hook(client)
@@ -94,7 +109,9 @@ def own_problem(
 
 
 def with_sizes(problem: Problem, sizes: Mapping[int, int], secret: Secret | None = None) -> Problem:
-    """The server's problem, once the clients have reported their sizes; it draws with the server's secret."""
+    """Return the server's problem with the sizes that the clients reported; it draws with the server's secret."""
     assert isinstance(problem.federation, OwnData)
-    known = replace(problem.federation, sizes=dict(sizes), everyone=sum(sizes.values()))
+    counted = counted_samples(sizes, problem.recipe.admission)
+    everyone, most = sum(counted.values()), max(counted.values(), default=math.inf)
+    known = replace(problem.federation, sizes=dict(sizes), everyone=everyone, most=most)
     return replace(problem, federation=known, secret=secret)

@@ -1,8 +1,8 @@
 """`flwr-clientapp` for a client that runs its own code: the app in its folder, never one sent by a server.
 
 Flower sends an app's code to the nodes with every run, and a node runs what it receives. A policy holds only if the
-code that reads it is the client's own. SuperNodes start `flwr-clientapp` by name, so a script of that name that comes
-first in PATH decides what runs: `python -m fedflat.flower.own_code FOLDER …`, with Flower's own arguments.
+code that reads it is the client's own. SuperNodes start `flwr-clientapp` by name, so the first script of that name in
+PATH decides what runs. It should run `python -m fedflat.flower.own_code FOLDER …` with Flower's own arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ REPLACED = ("install_from_fab", "get_load_client_app_fn")  # how Flower 1.41 unp
 
 
 def own_app(folder: Path) -> ClientApp:
-    """Load the ClientApp of the app in a folder."""
+    """Load the ClientApp of the app in a folder.
+
+    Raises:
+        TypeError: if what its pyproject.toml names is not a ClientApp.
+    """
     table = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
     module, _, name = table["tool"]["flwr"]["app"]["components"]["clientapp"].partition(":")
     sys.path.insert(0, str(folder))
@@ -45,7 +49,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _left_packed(*_: Any, **__: Any) -> None:
-    """Do not even unpack what the server sent."""
+    """Do nothing: what the server sent is not unpacked."""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A client's policy, in its own file: any request that goes beyond it is refused.
 
-The server chooses the recipe and asks the questions. The client decides which recipe, which questions and how often,
-over how many samples, and with how much privacy.
+The server chooses the recipe and asks the questions. The client decides which recipe it accepts, and which questions it
+answers, how often, over how many samples, and with how much privacy.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from fedflat.errors import FedflatError, RecipeError
 from fedflat.methods import CentralPrivacy, Method, Privacy, parse, spell
-from fedflat.recipe import Recipe, Section, parsed, read_text
+from fedflat.recipe import Local, Recipe, Section, parsed, read_text
 
 Question = Literal["hello", "train", "hessian", "gradient", "rise", "margin"]
 OURS = "fedflat"
-PARTS = {"central_dp": CentralPrivacy, "local_dp": Privacy}
 
 
 class PolicyError(FedflatError):
-    """A request that a client refuses, explained in one sentence."""
+    """A request that a client refuses, explained in one sentence; the reason is one of admission's words."""
+
+    def __init__(self, sentence: str, reason: str = "policy") -> None:
+        super().__init__(sentence)
+        self.reason = reason
 
 
 class Answers(Section):
@@ -44,6 +47,13 @@ class Insists(Section):
     epsilon: float | None = Field(None, gt=0, description="largest ε that all uploads together may come to")
     delta: float = Field(1e-5, gt=0, le=0.1, description="δ of that ε")
 
+    @model_validator(mode="after")
+    def _of_a_part(self) -> Insists:
+        """Refuse a clip or noise without a part: it would have no effect."""
+        if self.part == "none" and (self.noise or self.clip is not None):
+            raise ValueError("clip and noise need a part: set part to local_dp or central_dp")
+        return self
+
 
 class Policy(Section):
     """A client's rules; the defaults apply without a file."""
@@ -56,7 +66,11 @@ class Policy(Section):
 
 
 def read_policy(path: Path | None) -> Policy:
-    """Read the policy in a file; a missing file is an error, never the default."""
+    """Read the policy in a file; without a path, return the defaults.
+
+    Raises:
+        PolicyError: if the file is missing or not valid.
+    """
     if path is None:
         return Policy()
     try:
@@ -97,6 +111,14 @@ def check_recipe(policy: Policy, recipe: Recipe, asked: Any) -> Method:
     """Return the recipe's method, if the client accepts the recipe and its privacy and the server uses the same one.
 
     Code is imported only after its name was found in the policy.
+
+    Args:
+        policy: the client's policy.
+        recipe: the client's copy of the recipe.
+        asked: the digest of the server's recipe.
+
+    Raises:
+        PolicyError: if the client does not accept the recipe, or the server uses another one.
     """
     own = digest(recipe)
     if policy.recipe and policy.recipe.removeprefix("sha256:") != own:
@@ -119,14 +141,18 @@ def named_code(recipe: Recipe) -> list[str]:
 
 
 def check_privacy(least: Insists, method: Method) -> None:
-    """Check that the method protects its uploads as much as the client requires."""
+    """Check that the method protects its uploads as much as the client requires.
+
+    Raises:
+        PolicyError: if it does not.
+    """
     guard = method.protection
     if least.part == "none":
         return
     central = isinstance(guard, CentralPrivacy)
     if not isinstance(guard, Privacy) or (central and least.part == "local_dp"):
         raise PolicyError(f"privacy: this client takes part only with {least.part}, which the method does not have")
-    if guard.noise < least.noise:
+    if not guard.noise or guard.noise < least.noise:
         raise PolicyError(f"privacy: noise = {guard.noise:g} is below this client's least, {least.noise:g}")
     if least.clip is not None and guard.clip > least.clip:
         raise PolicyError(f"privacy: clip = {guard.clip:g} is above this client's largest, {least.clip:g}")
@@ -137,7 +163,11 @@ def check_privacy(least: Insists, method: Method) -> None:
 
 
 def check_question(policy: Policy, question: Question, recipe: Recipe, method: Method, samples: int) -> None:
-    """Check that the policy and the recipe allow this kind of question, over so many samples."""
+    """Check that the policy and the recipe allow this kind of question, over this number of samples.
+
+    Raises:
+        PolicyError: if they do not.
+    """
     if question not in ("hello", "train"):
         if isinstance(method.protection, Privacy):
             raise PolicyError(f"{question}: a private method answers no question that its noise does not protect")
@@ -146,6 +176,15 @@ def check_question(policy: Policy, question: Question, recipe: Recipe, method: M
     least = policy.answers.min_samples
     if samples < least:
         raise PolicyError(f"{question}: {samples} samples would be behind the answer, answers.min_samples = {least}")
+
+
+def behind(local: Local, samples: int) -> int:
+    """Return how many of a client's samples enter its update: few steps over small batches do not see all of them.
+
+    >>> behind(Local(steps=2, batch=8), 100), behind(Local(epochs=1, batch=8), 100)
+    (16, 100)
+    """
+    return min(samples, local.steps * local.batch) if local.steps and local.batch else samples
 
 
 def cost(method: Method) -> float:

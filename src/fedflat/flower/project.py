@@ -11,12 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fedflat.errors import RecipeError, RunError
+from fedflat.files import private_directory, read_whole, write_whole, written_to
 from fedflat.flower.policy import digest, named_code
 from fedflat.methods import CentralPrivacy, Privacy, parse
-from fedflat.recipe import Recipe, overridden
-from fedflat.runs import private_directory, written_to
+from fedflat.recipe import Recipe, load, overridden
 
 PORT = 8443
+LONGEST = 32  # Flower's limit on the characters of an app's name
+NAME = rf"[A-Za-z][A-Za-z0-9-]{{0,{LONGEST - 1}}}"
 PRODUCTS = 200  # Hessian products of one measurement: Lanczos rarely needs more
 FILES = {
     "pyproject.toml": "pyproject.toml",
@@ -71,16 +73,24 @@ INSECURE = {
 
 
 def write_app(directory: Path, recipe: Recipe, insecure: bool = False, port: int = PORT) -> str:
-    """Write the app and return its name; connections are encrypted and nodes authenticated unless `insecure`."""
+    """Write the app and return the name of its package.
+
+    Args:
+        directory: an empty or new directory, which gives the app its name.
+        recipe: the recipe of the deployment.
+        insecure: whether to leave out encryption and authentication.
+        port: the server's port.
+
+    Raises:
+        RunError: if the directory is not empty.
+        RecipeError: if the name of the directory cannot be used.
+    """
     directory = directory.resolve()
-    name = re.sub(r"\W+", "_", directory.name.lower()).strip("_")
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise RecipeError(f"{directory.name}: cannot be the name of a Python package; choose another directory")
-    if name in sys.stdlib_module_names or ((taken := find_spec(name)) and taken.origin):
-        raise RecipeError(f"{directory.name}: a Python package of that name is there already; choose another directory")
     if directory.exists() and any(directory.iterdir()):
         raise RunError(f"{directory}: is not empty; choose another directory")
+    name = _package(directory)
     words = {**(INSECURE if insecure else SECURE), "NAME": name, "DIR": str(directory), "PORT": str(port)}
+    words["APP"] = directory.name
     words |= {
         "CLIENTS": str(recipe.split.clients),
         "VERSION": version("fedflat"),
@@ -102,12 +112,61 @@ def write_app(directory: Path, recipe: Recipe, insecure: bool = False, port: int
     return name
 
 
+def _package(directory: Path) -> str:
+    """The name of the app's package, from its directory; Flower, Python, scripts and units must all accept the name."""
+    given = directory.name
+    if not re.fullmatch(NAME, given, re.ASCII):
+        plain = re.sub(r"[^A-Za-z0-9]+", "-", given).strip("-0123456789")[:LONGEST].strip("-") or "wards"
+        raise RecipeError(
+            f"{given}: Flower takes names that begin with a letter and have letters, digits and hyphens, at most "
+            f"{LONGEST}, such as {plain}; choose another directory"
+        )
+    if odd := re.search(r"[^\w ./+@,~-]", str(directory)):
+        raise RecipeError(
+            f"{directory}: scripts and units cannot name a path with {odd[0]!r}; choose another directory"
+        )
+    name = re.sub(r"-+", "_", given.lower()).strip("_")
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise RecipeError(f"{given}: cannot be the name of a Python package; choose another directory")
+    if name in sys.stdlib_module_names or ((taken := find_spec(name)) and taken.origin):
+        raise RecipeError(f"{given}: a Python package of that name is there already; choose another directory")
+    return name
+
+
 def without_seed(recipe: Recipe) -> Recipe:
     """Return the recipe that clients receive: without a seed that reveals draws, unless it is for a rehearsal."""
     if recipe.deployment.draws == "recipe":
         return recipe
     split = recipe.split.seed if recipe.split.seed is not None else recipe.seed
     return overridden(recipe, ["seed=0", f"split.seed={split}"])
+
+
+def add_clients(directory: Path, count: int) -> tuple[int, int]:
+    """Add clients to an app: to its recipe, and to the keys that the server's container sees.
+
+    Args:
+        directory: the app's folder.
+        count: how many clients to add.
+
+    Returns:
+        The number of the first new client, and how many there are now.
+
+    Raises:
+        RecipeError: if there is no app in the folder.
+    """
+    path = next(directory.glob("*/recipe.toml"), None)
+    if path is None:
+        raise RecipeError(f"{directory}: no app is here (no recipe.toml); give its folder")
+    recipe = load(path)
+    first, total = recipe.split.clients, recipe.split.clients + count
+    larger, composed = overridden(recipe, [f"split.clients={total}"]), directory / "compose.server.yaml"
+    with written_to(directory, "choose another directory"):
+        if composed.is_file():
+            text, place = read_whole(composed).decode(), str(directory.resolve())
+            before, after = (_filled(_public_keys(n), {"DIR": place}) for n in (first, total))
+            write_whole(composed, text.replace(before, after).encode(), public=True)
+        write_whole(path, larger.to_toml().encode(), public=True)
+    return first, total
 
 
 def _public_keys(clients: int) -> str:
@@ -138,7 +197,7 @@ def _template(name: str) -> str:
 
 
 def _filled(text: str, words: dict[str, str]) -> str:
-    """Replace every @WORD@ in the text; a replacement may contain others."""
+    """Replace every @WORD@ in the text; a replacement may contain further ones."""
     while found := re.search(r"@([A-Z]+)@", text):
         text = text.replace(found[0], words[found[1]])
     return text

@@ -1,7 +1,7 @@
 """Runs the rounds of a recipe with clients that are reached through Flower's messages.
 
-Flower's own round loop cannot resume, may wait forever and samples with the global generator. This loop is fedflat's;
-Flower carries the messages.
+Flower's own round loop cannot resume, may wait forever and samples with the global generator. fedflat therefore has its
+own loop, and uses Flower only for the messages.
 """
 
 from __future__ import annotations
@@ -22,26 +22,35 @@ from torch import Tensor
 
 from fedflat.engine import settled_worker
 from fedflat.errors import AwayError, RecipeError, printable, shown
+from fedflat.files import private_directory, written_to
 from fedflat.flower import messages
 from fedflat.flower.identity import has_keys, read_table
 from fedflat.flower.journal import Journal
 from fedflat.flower.monitor import monitored, say
 from fedflat.flower.nodes import Attendance, Nodes
-from fedflat.flower.own import NOBODY, DataHook, own_problem, with_sizes
+from fedflat.flower.own import NOBODY, DataHook, OwnData, own_problem, with_sizes
 from fedflat.flower.policy import client_side
 from fedflat.flower.shelf import Mark
 from fedflat.local import Vectors
 from fedflat.methods import Privacy, Upload, Uploads
 from fedflat.recipe import Checkpoint, Recipe, load, overridden
-from fedflat.rounds import About, Broadcast, Problem, Refusal, Score, ServerState, chunks, one_thread
-from fedflat.runs import CAUGHT, Record, RunLock, execute, private_directory, written_to
+from fedflat.rounds import About, Broadcast, Problem, Refusal, Score, ServerState, chunks, one_thread, unless_seen
+from fedflat.runs import CAUGHT, Record, RunLock, execute
 
 CURVATURE = 1e6  # the largest ‖Hv‖/‖v‖ accepted from a client
 BEYOND = 1e3  # and relative to the clients' median
 
 
 def changed(source: str | Path | Recipe, changes: str) -> Recipe:
-    """Return the app's recipe with changes for one run. Only server fields may change: clients use their own copy."""
+    """Return the app's recipe with changes for one run. Only server fields may change: clients use their own copy.
+
+    Args:
+        source: the app's recipe.
+        changes: overrides `section.field=value`, separated by spaces.
+
+    Raises:
+        RecipeError: if a change concerns the clients.
+    """
     plain = source if isinstance(source, Recipe) else load(source)
     chosen = overridden(source, changes.split()) if isinstance(source, Recipe) else load(source, changes.split())
     before, after = client_side(plain), client_side(chosen)
@@ -55,9 +64,16 @@ def changed(source: str | Path | Recipe, changes: str) -> Recipe:
 
 
 def serve(grid: Grid, recipe: Recipe, out: Path, data: DataHook | None = None, keys: Path | None = None) -> None:
-    """Run the remaining rounds of the deployment in `out`; `keys` has the clients' public keys.
+    """Run the remaining rounds of a deployment.
 
     Every round is saved: clients only keep what a server at most one round behind needs.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        recipe: the recipe of the deployment.
+        out: the directory of the run.
+        data: provides what the server may see of the data.
+        keys: the folder with the clients' public keys.
     """
     _check(recipe)
     recipe = recipe.model_copy(update={"checkpoint": Checkpoint(every=1)})
@@ -94,7 +110,7 @@ def _serve(
 
     def start(problem: Problem, state: ServerState) -> Deployment:
         journal.start(state.round)
-        # A round without its SuperLink would never finish, so a ServerApp that is told to end does so at once.
+        # A round cannot finish without its SuperLink, so a ServerApp stops at once when it is told to.
         for number in CAUGHT if threading.current_thread() is threading.main_thread() else ():
             signal.signal(number, before[number])
         return Deployment(problem, nodes, journal)
@@ -109,6 +125,8 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("split.clients: a deployment must say how many clients there are")
     if recipe.server.stop_loss is not None:
         raise RecipeError("server.stop_loss: the server of a deployment has no training samples to take the loss of")
+    if recipe.evaluation.on == "validation":
+        raise RecipeError('evaluation.on = "validation": the clients of a deployment keep their samples; use "test"')
     if recipe.server.draws != "fedflat" and recipe.deployment.draws == "secret":
         raise RecipeError(
             f"server.draws = {recipe.server.draws!r}: anybody can compute those cohorts; set 'fedflat', or "
@@ -146,15 +164,15 @@ class Deployment:
         yield from (Refusal(c, "absent", "its node is not connected") for c in cohort if c not in online)
         clients = {client: online[client] for client in cohort if client in online}
         silent = {client for client in clients if self._attendance.due(client) > broadcast.round}
-        if len(silent) < len(clients):  # otherwise there is no one to keep waiting
+        if len(silent) < len(clients):  # if all are silent, all are asked
             clients = {client: node for client, node in clients.items() if client not in silent}
             for client in silent:
                 again = f"it is asked again from round {self._attendance.due(client)} on"
                 yield Refusal(client, "silent", f"no reply in its last rounds; {again}")
         facts = {"run": self._journal.run, "round": broadcast.round, "lr": broadcast.lr}
-        facts["everyone"] = sum(self._journal.sizes.values())
         asked = {
-            node: (broadcast.sent, facts | self._kept(client, broadcast.round)) for client, node in clients.items()
+            node: (broadcast.sent, facts | self._everyone(node) | self._kept(client, broadcast.round))
+            for client, node in clients.items()
         }
         yield from self._replies(asked, {node: client for client, node in clients.items()}, broadcast.round)
 
@@ -170,18 +188,23 @@ class Deployment:
                 self._attendance.missed(client, round)
                 yield Refusal(client, "hung", f"no reply after {limit:g} s")
 
+    def _everyone(self, node: int) -> dict[str, Any]:
+        federation = self._problem.federation
+        assert isinstance(federation, OwnData)
+        return {"everyone": federation.told(self._nodes.samples(node))}
+
     def _kept(self, client: int, round: int) -> dict[str, Any]:
         mark = self._journal.mark(client, round)
         return {"kept_round": mark.round if mark else -1, "kept_digest": mark.digest if mark else ""}
 
     def _received(self, reply: Message, client: int, node: int, round: int) -> Upload | Refusal:
-        """Read a reply: an upload, or why it is not one."""
+        """Return the upload in a reply, or a refusal that says why there is none."""
         if reply.has_error():
             return Refusal(client, "raised", f"error {reply.error.code}: {printable(reply.error.reason)}")
         try:
             facts = messages.read_facts(reply.content)
-            if refused := facts.get("refused"):
-                raise messages.UnfitError("policy", printable(refused))
+            if refused := messages.read_refusal(facts):
+                raise messages.UnfitError(*refused)
             if facts.get("run") != self._journal.run or facts.get("client") != client:
                 raise messages.UnfitError("foreign", "it is of another run or another client")
             if facts.get("round") != round:
@@ -197,7 +220,7 @@ class Deployment:
         return upload
 
     def release(self, client: int) -> None:
-        pass  # it goes with the upload
+        pass  # it is freed with the upload
 
     def kept(self, client: int) -> Vectors:
         return {}  # the client keeps it
@@ -205,6 +228,7 @@ class Deployment:
     def remember(self, uploads: Uploads) -> None:
         self._journal.merged({u.client: self._offered[u.client] for u in uploads if u.client in self._offered})
 
+    @unless_seen
     @one_thread()
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
         spans = chunks(self._problem.federation.size(part), chunk)
@@ -222,8 +246,9 @@ class Deployment:
         sent = {"weights": state.weights, "vector": vector}
         if state.buffers.numel():
             sent["buffers"] = state.buffers
-        facts = {"run": self._journal.run, "round": state.round, "everyone": sum(self._journal.sizes.values())}
-        asked, who = {online[c]: (sent, facts) for c in clients}, {online[c]: c for c in clients}
+        facts = {"run": self._journal.run, "round": state.round}
+        asked = {online[c]: (sent, facts | self._everyone(online[c])) for c in clients}
+        who = {online[c]: c for c in clients}
         told: dict[int, Tensor] = {}
         for node, reply in self._nodes.exchange(asked, "query.hessian", self._recipe.deployment.timeout):
             told.setdefault(who[node], _answer(reply, who[node], vector))
@@ -240,8 +265,8 @@ class Deployment:
 def _answer(reply: Message, client: int, vector: Tensor) -> Tensor:
     if reply.has_error():
         raise AwayError(f"sharpness: client {client}: {printable(reply.error.reason)}")
-    if refused := messages.read_facts(reply.content).get("refused"):
-        raise AwayError(f"sharpness: client {client} refuses: {printable(refused)}")
+    if refused := messages.read_refusal(messages.read_facts(reply.content)):
+        raise AwayError(f"sharpness: client {client} refuses: {refused[1]}")
     try:
         return messages.read_exactly(reply.content, {"answer": vector.numel()}, vector.dtype)["answer"]
     except messages.UnfitError as unfit:

@@ -17,8 +17,8 @@ from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as safetensors_bytes
 
 from fedflat.errors import RunError
+from fedflat.files import private_directory, read_bytes, write_whole, written_to
 from fedflat.local import Vectors
-from fedflat.runs import private_directory, write_whole, written_to
 
 
 class Mark(NamedTuple):
@@ -28,12 +28,18 @@ class Mark(NamedTuple):
     digest: str
 
 
+OTHERS = 32  # other runs whose memory a client keeps at most
+
+
 class MemoryLostError(RunError):
     """The version of a client's memory that the server expects is missing."""
 
 
 class Shelf(Protocol):
-    """Stores versions by round."""
+    """Stores versions by round; `full` says why it has no room for a new run."""
+
+    @property
+    def full(self) -> str: ...
 
     def rounds(self) -> list[int]: ...
 
@@ -48,16 +54,25 @@ class DiskShelf:
     """Files in the client's directory: memory/RUN/client-3/00000012.safetensors."""
 
     def __init__(self, directory: Path, run: str, client: int) -> None:
-        if not run.isalnum():  # the name comes from the server and must not lead elsewhere
+        if not run.isalnum():  # the name comes from the server and must not lead to another directory
             raise RunError(f"the server calls its run {run!r}, which cannot be the name of a directory")
         self._folder = directory / run / f"client-{client}"
+
+    @property
+    def full(self) -> str:
+        """Why there is no room for another run; empty if there is. A server must not fill the disk with new runs."""
+        if self._folder.exists():
+            return ""
+        others = len([*self._folder.parents[1].glob(f"*/{self._folder.name}")])
+        full = f"the memory of {others} other runs is kept here; delete that of runs that have ended"
+        return full if others >= OTHERS else ""
 
     def rounds(self) -> list[int]:
         return sorted(int(path.stem) for path in self._folder.glob("[0-9]*.safetensors") if path.stem.isdigit())
 
     def read(self, round: int) -> bytes | None:
         try:
-            return self._path(round).read_bytes()
+            return read_bytes(self._path(round))
         except OSError:
             return None
 
@@ -75,6 +90,8 @@ class DiskShelf:
 
 class StateShelf:
     """Storage that Flower keeps during a run, for simulations; lost when the node ends."""
+
+    full = ""
 
     def __init__(self, state: MutableMapping[str, bytes]) -> None:
         self._state = state
@@ -95,10 +112,14 @@ class StateShelf:
 def recall(shelf: Shelf, mark: Mark | None, anew: bool) -> tuple[Vectors | None, str]:
     """Return what the client kept when its upload was last merged, and a note if that was lost.
 
-    Without a mark, no upload of this client was ever merged, so it starts without memory.
+    Args:
+        shelf: stores the versions of the memory.
+        mark: the version that the server expects; None if no upload of this client was ever merged, so that it starts
+            without memory.
+        anew: whether the client may start without memory if it was lost.
 
     Raises:
-        MemoryLostError: if the memory was lost and `anew` does not allow to start without it.
+        MemoryLostError: if the memory was lost and `anew` is false.
     """
     if mark is None:
         return None, ""
@@ -114,7 +135,19 @@ def recall(shelf: Shelf, mark: Mark | None, anew: bool) -> tuple[Vectors | None,
 def keep(shelf: Shelf, round: int, memory: Vectors, about: dict[str, str], valid: Mark | None) -> Mark:
     """Store a new version beside the valid one; it becomes valid once the server reports that the upload was merged.
 
-    All other versions are removed, but not before: a server that asks for a version that is gone may be mistaken.
+    All other versions are removed now and not earlier, because a server that asks for a missing version may be
+    mistaken. The digest is sent to the server, so `about` must contain something that the server does not know.
+    Otherwise the server could test guesses of the memory against the digest.
+
+    Args:
+        shelf: stores the versions of the memory.
+        round: the round in which the new version was made.
+        memory: the new version.
+        about: facts to store with it.
+        valid: the version that is valid now, if any.
+
+    Returns:
+        The mark of the new version.
     """
     for other in shelf.rounds():
         if valid is None or other != valid.round:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 import sys
 import time
@@ -19,11 +18,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
+from fedflat.files import changeable, open_to_others, private_directory, read_bytes, read_whole, write_whole, written_to
 from fedflat.flower import policy as rules
 from fedflat.flower.policy import Insists, Policy, PolicyError, Question
 from fedflat.methods import Method
 from fedflat.randomness import Secret
-from fedflat.runs import written_to
 
 if sys.platform != "win32":
     import fcntl
@@ -89,25 +88,26 @@ class DiskBook:
     def opened(self) -> Iterator[Tally]:
         """Open the ledger exclusively; changes are saved on exit, even after an exception."""
         with written_to(self._folder, ADVICE):
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = os.open(self._ledger.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+            private_directory(self._folder)
+            _refuse_open(self._ledger)
+            lock = changeable(self._ledger.with_suffix(".lock"))
         try:
             if sys.platform != "win32":
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            tally = _read(self._ledger.read_bytes(), str(self._ledger)) if self._ledger.exists() else Tally()
+            tally = _read(read_whole(self._ledger), str(self._ledger)) if self._ledger.exists() else Tally()
             try:
                 yield tally
             finally:
-                write_private(self._ledger, json.dumps(asdict(tally)).encode() + b"\n")
+                write_whole(self._ledger, json.dumps(asdict(tally)).encode() + b"\n")
         finally:
-            os.close(lock)
+            lock.close()
 
     def secret(self) -> bytes:
         return own_secret(self._secret)
 
 
 class StateBook:
-    """Storage that Flower keeps while a node and its run last, if there is no disk: for simulations."""
+    """Stores the ledger in Flower's state, for simulations without a disk; it lasts as long as the node and its run."""
 
     def __init__(self, state: MutableMapping[str, str]) -> None:
         self._state = state
@@ -125,7 +125,7 @@ class StateBook:
 
 
 def _read(text: str | bytes, where: str) -> Tally:
-    """Read a ledger. A damaged one allows nothing; otherwise deleting a byte would reset the budget."""
+    """Read a ledger. A damaged one allows no answer; otherwise deleting a byte would reset the budget."""
     try:
         tally = Tally(**json.loads(text))
         counts = [*tally.answers.values(), *tally.refused.values()]
@@ -139,13 +139,24 @@ def _read(text: str | bytes, where: str) -> Tally:
     return tally
 
 
+def _refuse_open(path: Path) -> None:
+    """Refuse files open to other users, who could reset the ledger by removing it, or read the secret."""
+    if how := open_to_others(path):
+        raise PolicyError(f"{path}: must be this user's alone, but {how}")
+
+
 def own_secret(path: Path) -> bytes:
-    """Return 32 random bytes, created once and stored in a private file."""
+    """Return 32 random bytes, created once and stored in a private file.
+
+    Raises:
+        PolicyError: if the file is damaged or open to other users.
+    """
     with written_to(path, ADVICE):
+        private_directory(path.parent)
+        _refuse_open(path)
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_private(path, secrets.token_hex(32).encode() + b"\n")
-        found = path.read_bytes().strip()
+            write_whole(path, secrets.token_hex(32).encode() + b"\n")
+        found = read_bytes(path).strip()
     try:
         known = bytes.fromhex(found.decode("ascii"))
     except ValueError:
@@ -157,19 +168,13 @@ def own_secret(path: Path) -> bytes:
 
 def seed_of(secret: bytes, run: str) -> Secret:
     """Return the secret seed of one run."""
-    return Secret(int.from_bytes(blake2b(run.encode(), key=secret, digest_size=32).digest(), "big"))
+    return Secret(int(_keyed(secret, run), 16))
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file atomically, readable only by this user."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with written_to(path, ADVICE):
-        try:
-            with open(os.open(aside, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+def salt_of(secret: bytes, run: str) -> str:
+    """Return the salt of one run, which makes its digests unpredictable without the secret."""
+    return _keyed(secret, f"{run} salt")
+
+
+def _keyed(secret: bytes, text: str) -> str:
+    return blake2b(text.encode(), key=secret, digest_size=32).hexdigest()

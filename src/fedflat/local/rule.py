@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from fedflat.errors import RecipeError
 from fedflat.models import Layout
 from fedflat.randomness import generator
-from fedflat.tasks import Loss as Loss  # part of this vocabulary
+from fedflat.tasks import Loss as Loss  # re-exported
 
 if TYPE_CHECKING:
     from fedflat.local.slope import Pass, Slope
@@ -25,7 +25,8 @@ class Term(Protocol):
     """A scalar that is added to the loss of a batch, computed from a forward pass.
 
     It can also use a pass through a reference model (`Pass.under`). A term or an ascent with `features = True` finds
-    the inputs of the head in each pass, and one with `activations = True` the hidden activations.
+    the inputs of the head in each pass, and one with `activations = True` the hidden activations. A term with
+    `curvature = True` may take further derivatives of the gradient.
     """
 
     def __call__(self, here: Pass) -> Tensor: ...
@@ -102,7 +103,13 @@ class LocalRule:
     buffered: int = 1
 
     def with_pull(self, pull: Tensor, decay: float = 0.0, spring: float = 0.0) -> LocalRule:
-        """Return the rule with a pull, a decay and a spring added."""
+        """Return the rule with pull + (decay + spring) · w added to every gradient.
+
+        Args:
+            pull: a vector.
+            decay: the factor of the weights w outside the clip.
+            spring: the factor of the weights w inside the clip.
+        """
         pull = pull if self.pull is None else self.pull + pull
         return replace(self, pull=pull, decay=self.decay + decay, spring=self.spring + spring)
 
@@ -115,7 +122,13 @@ class LocalRule:
         return replace(self, watched=(*self.watched, term))
 
     def with_ascent(self, ascent: Ascent | None, **carry: Tensor) -> LocalRule:
-        """Return the rule with an ascent and the state that it carries from step to step."""
+        """Return the rule with an ascent.
+
+        Args:
+            ascent: a function of the slope and its state that returns the gradient of a step and the next state; None
+                takes the plain gradient.
+            carry: the state at the first step, by name.
+        """
         return replace(self, ascent=ascent, carry={**self.carry, **carry})
 
     def with_descent(self, descent: Descent) -> LocalRule:
@@ -127,20 +140,26 @@ class LocalRule:
         return generator(self.seed, f"part/{purpose}", self.round, self.client)
 
     def require_head(self, part: str, body: bool = False) -> None:
-        """Check that the head has trained weights of its own, and with `body` that the body has some too.
+        """Check that the head has trained weights of its own.
+
+        Args:
+            part: the part that needs them, for the error message.
+            body: whether the body must have trained weights too.
 
         Raises:
-            RecipeError: it has none; the message names the part.
+            RecipeError: if it has none.
         """
         own = self.head.stop - (self.head.start or 0)
         if not own:
-            why = "the model's head has none: it is frozen, or shares its parameters with another layer"
+            why = (
+                "the model's head has none: it is frozen, shares parameters with another layer, or is not an nn.Linear"
+            )
             raise RecipeError(f"method: {part} needs a head with trained weights of its own, and {why}")
         if body and own == self.layout.size:
             raise RecipeError(f"method: {part} needs a body with trained weights, and the model trains its head alone")
 
     def outcome(self, delta: Tensor) -> Outcome:
-        """Return the outcome of a training that moved by Δ and left the states of ascent and optimiser as they were."""
+        """Return an outcome with this Δ and with the initial states of ascent and optimiser."""
         return Outcome(delta, 1.0, self, self.carry, {}, self.descent.start(delta) if self.descent else {})
 
     def blank(self) -> LocalRule:
@@ -150,7 +169,7 @@ class LocalRule:
 
     @property
     def direct(self) -> bool:
-        """Whether a step uses ∇[loss + Σ terms](w) unchanged, with momentum and decay only."""
+        """Whether a step uses `∇[loss + Σ terms](w)` unchanged, with momentum and decay only."""
         bare = self.pull is None and self.ascent is None and self.frozen is None and not self.pairs
         bare = bare and self.descent is None
         return bare and not self.clip and self.scale == 1.0 and not self.spring

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fedflat.local.kernels import Kernels
 from fedflat.local.rule import SAMPLED, Batch, LocalRule, Loss, Term
-from fedflat.models import Forward, Network, Tap
+from fedflat.models import Forward, Network, Tap, plain_attention
 from fedflat.randomness import forked
 from fedflat.tokens import counted_rows
 
@@ -102,9 +103,15 @@ class Slope:
         self.network, self.rule, self.loss, self.tap, self.notes = network, rule, loss, tap, notes or Notes()
         self.kernels = Kernels()
         self._first_statistics = network.buffers.clone()
+        self._bent = any(getattr(term, "curvature", False) for term in rule.terms)
 
     def at(self, batch: Batch, other: Batch | None = None) -> Slope:
-        """Set the current batch, and optionally a second one for steps that use two."""
+        """Set the batch of the next step, and return the slope.
+
+        Args:
+            batch: the inputs and labels.
+            other: a second batch, for steps that use two.
+        """
         self.batch = batch
         self._other = other or batch
         self._seen: dict[int, Forward] = {}
@@ -116,6 +123,16 @@ class Slope:
         """Return the gradient at w + ε on the step's second batch."""
         self.batch, self._seen = self._other, {}
         return self(offset)
+
+    @contextmanager
+    def first(self, share: float) -> Iterator[None]:
+        """Within this context, passes see only the first ⌈share · B⌉ of the batch's B samples."""
+        batch, seen = self.batch, self._seen
+        count = math.ceil(share * len(batch[1]))
+        if count < len(batch[1]):
+            self.batch, self._seen = (batch[0][:count], batch[1][:count]), {}
+        yield
+        self.batch, self._seen = batch, seen
 
     @property
     def weights(self) -> Tensor:
@@ -163,7 +180,8 @@ class Slope:
 
     def evaluate(self, terms: tuple[Term, ...]) -> None:
         """Evaluate the terms on a pass at w, only for the values that they record."""
-        here = self._pass(self.forward())
+        with plain_attention():
+            here = self._pass(self.forward())
         for term in terms:
             term(here)
 
@@ -184,7 +202,7 @@ class Slope:
 
     @contextmanager
     def _moved(self, direction: Tensor, length: Tensor | None, span: slice = slice(None)) -> Iterator[None]:
-        """Move the network to w + ε in this context, and restore the weights bit by bit on exit."""
+        """Move the network to w + ε in this context, and restore the exact weights on exit."""
         self._home[span].copy_(self.weights[span])
         if length is None:
             self.weights[span].add_(direction)
@@ -195,7 +213,8 @@ class Slope:
 
     def forward(self) -> Forward:
         """Run a pass over the batch. Only the first pass of a step updates the batch-norm statistics."""
-        forward = self.tap(self.batch[0])
+        with plain_attention() if self._bent else nullcontext():
+            forward = self.tap(self.batch[0])
         if self._statistics is None:
             self._statistics = self.network.buffers.clone()
         self.network.buffers.copy_(self._statistics)
@@ -211,7 +230,14 @@ class Slope:
         forward: Forward | None = None,
         at_w: bool = True,
     ) -> Tensor:
-        """Return loss + Σ terms of the batch as a differentiable scalar, from the given pass or a new one."""
+        """Return loss + Σ terms of the batch as a differentiable scalar.
+
+        Args:
+            terms: the terms; by default those of the rule.
+            data: whether to include the loss.
+            forward: the forward pass to use; by default a new one.
+            at_w: whether the pass is at the client's weights w, where loss and terms are noted.
+        """
         here = self._pass(forward or self.forward(), at_w)
         if at_w:
             self.note_loss(here.loss)

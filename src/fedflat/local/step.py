@@ -75,8 +75,19 @@ def step(
 ) -> Vectors:
     """Update w ← w − η v with v ← β v + clip(a g + pull) + decay w, in place.
 
-    With an optimiser other than SGD, v is its direction, the weight decay is decoupled, and the new state of the
-    optimiser is returned. `update` is the kernel for the SGD update, if one applies.
+    With an optimiser other than SGD, v is its direction, and the weight decay is decoupled.
+
+    Args:
+        weights: the weights w, updated in place.
+        gradient: the gradient g of the loss and the terms.
+        velocity: the momentum v, updated in place; None without momentum.
+        rule: the ingredients of the step.
+        k: the number of the step, from 0.
+        memory: the state of an optimiser other than SGD.
+        update: the kernel for the SGD update, if one applies.
+
+    Returns:
+        The new state of the optimiser; empty for SGD.
     """
     lr, decoupled = rule.lr_at(k), rule.weight_decay if rule.descent else 0.0
     g, decay = corrected(weights, gradient, replace(rule, weight_decay=0.0) if decoupled else rule)

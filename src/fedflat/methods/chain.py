@@ -4,19 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from torch import Tensor
 
 from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.methods.contract import check_declared
 from fedflat.methods.link import Link, links_of
-from fedflat.methods.observe import Findings, observed
+from fedflat.methods.observe import Findings, observed, resolved
 from fedflat.methods.part import Part, RobustAverage, ServerView
 from fedflat.methods.trial import Claims, claims, noted
 from fedflat.methods.uploads import RobustUploads, Sealed, Upload, Uploads
+from fedflat.models import Layout
 
 STAGES = ("client", "server", "evaluation")
+
+
+def _composed(parts: list[Part]) -> tuple[list[Link], Findings]:
+    """Return the result of `observed`, from a cache if a method with equal parts was built before."""
+    key = tuple(parts), repr(parts)
+    try:
+        hash(key)
+    except TypeError:  # an option of a part cannot be hashed, such as a list
+        return observed(links_of(parts))
+    return _remembered(*key)
+
+
+@lru_cache(maxsize=1024)
+def _remembered(parts: tuple[Part, ...], written: str) -> tuple[list[Link], Findings]:
+    """Return the result of `observed`. `written` distinguishes equal but different options: 1, 1.0 and True."""
+    return observed(links_of(parts))
 
 
 class Method:
@@ -48,7 +65,7 @@ class Method:
         for part in parts:
             check_declared(part)
         ordered = sorted(parts, key=lambda part: (part.protects == "upload", STAGES.index(part.stage)))
-        self._links, self._found = observed(links_of(ordered))
+        self._links, self._found = _composed(ordered)
         self.parts = tuple(link.part for link in self._links)
 
     @property
@@ -74,12 +91,20 @@ class Method:
     @property
     def uploads(self) -> tuple[str, ...]:
         """Names of the vectors of size d that clients upload in addition to Δ."""
-        return tuple(name for name, size in self._found.uploads.items() if size is None)
+        return tuple(name for name, size in self._found.uploads.items() if size == "model")
 
     @property
     def figures(self) -> dict[str, int]:
-        """Names and lengths of the other, smaller vectors that clients upload."""
-        return {name: size for name, size in self._found.uploads.items() if size is not None}
+        """Names and lengths of the short vectors that clients upload, whose length does not depend on the model."""
+        return {name: size for name, size in self._found.uploads.items() if isinstance(size, int)}
+
+    def sent_sizes(self, layout: Layout) -> dict[str, int]:
+        """Return the sizes of all vectors that the server sends for a model, including the weights."""
+        return {"weights": layout.size, **resolved(self._found.sent, layout)}
+
+    def upload_sizes(self, layout: Layout) -> dict[str, int]:
+        """Return the sizes of all vectors that the clients upload for a model, including Δ."""
+        return {"delta": layout.size, **resolved(self._found.uploads, layout)}
 
     @cached_property
     def notes(self) -> frozenset[str]:
@@ -142,14 +167,25 @@ class Method:
         return {"weights": server.start, **sent}
 
     def begin(self, sent: Vectors, memory: Mapping[str, Tensor]) -> Vectors:
-        """Return what one client received, with the weights from which it starts."""
+        """Return what one client received, with the weights from which it starts.
+
+        Args:
+            sent: the vectors that the server sent.
+            memory: the client's memory.
+        """
         for link in self._all():
             start = link.part.begin(link.received(sent), link.memory.open(memory))
             sent = sent if start is None else {**sent, "weights": start}
         return sent
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Mapping[str, Tensor]) -> LocalRule:
-        """Return the rule of one client's round."""
+        """Return the rule of one client's round.
+
+        Args:
+            rule: the rule of the recipe, without the method.
+            sent: the vectors that the server sent, with the client's initial weights under "weights".
+            memory: the client's memory.
+        """
         for link in self._links:
             rule = link.plan(rule, sent, memory)
         return rule
@@ -157,7 +193,14 @@ class Method:
     def report(
         self, upload: Upload, sent: Vectors, memory: Mapping[str, Tensor], outcome: Outcome
     ) -> tuple[Upload, Vectors]:
-        """Return the upload of one client and its new memory."""
+        """Return the upload of one client and its new memory.
+
+        Args:
+            upload: the upload with the client's Δ.
+            sent: the vectors that the server sent, with the client's initial weights under "weights".
+            memory: the client's memory before the round.
+            outcome: the result of local training.
+        """
         kept: Vectors = {}
         beside: Vectors = {}
         for link in self._all():
@@ -169,7 +212,12 @@ class Method:
         return replace(upload, vectors=beside), {**memory, **kept}
 
     def guarded(self, server: ServerView, uploads: Uploads) -> Uploads:
-        """Return the uploads; if the method has a robust average, it computes their sums."""
+        """Return the uploads; if the method has a robust average, it computes their sums.
+
+        Args:
+            server: the server's state and settings.
+            uploads: the uploads of the round.
+        """
         link = next((link for link in self._links if isinstance(link.part, RobustAverage)), None)
         if link is None or not len(uploads) or isinstance(uploads, RobustUploads):
             return uploads
@@ -178,7 +226,13 @@ class Method:
         return RobustUploads(uploads, lambda rows, name: part.locate(rows, view, name))
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
-        """Return the server's move, given the average of the clients' Δ, and the new state."""
+        """Return the server's move and its new state.
+
+        Args:
+            move: the average of the clients' Δ.
+            server: the server's state and settings.
+            uploads: the uploads of the round.
+        """
         state, uploads = dict(server.vectors), self.guarded(server, uploads)
         for link in self._all():
             # On the example no part reads protected uploads, but one could do so in a later round.

@@ -1,4 +1,7 @@
-"""Checks of the interface of parts: class attributes, return values, and no writes to arguments."""
+"""Checks of the interface of parts: class attributes, return values, and no writes to arguments.
+
+A failed check raises a RecipeError.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fedflat.methods.part import Part
 from fedflat.methods.trial import passes
 from fedflat.trusted import named_class
 
-LONGEST, MOST_PARTS = 10_000, 64  # characters and parts of a method
+LONGEST, MOST_PARTS = 10_000, 64  # largest numbers of characters and parts of a method
 HYPHEN = re.compile(r"(?<=[a-z])-(?=[a-z])")
 OWN = re.compile(r"\b([A-Za-z_][\w.-]*):([A-Za-z_]\w*)")  # package.module:Name
 Call = tuple[str, dict[str, Any]]
@@ -40,16 +40,24 @@ def parse(written: Method | Part | Written) -> Method:
         return written
     if isinstance(written, Part):
         return Method(written)
-    total, calls = Method(), _calls(written)
+    calls = _calls(written)
     if len(calls) > MOST_PARTS:
         raise RecipeError(f"method: it has {len(calls)} parts, and {MOST_PARTS} are the most")
+    parts: list[Part] = []
     for name, options in calls:
-        total = total + (own_part(name, options) if ":" in name else CATALOGUE[name].build(**options))
-    return total
+        parts += [own_part(name, options)] if ":" in name else CATALOGUE[name].build(**options).parts
+    return Method(*parts)
 
 
 def own_part(path: str, options: Mapping[str, Any]) -> Part:
     """Build a part from the import path of its class, `package.module:Name`, which must be a subclass of Part.
+
+    Args:
+        path: the import path.
+        options: the values of the part's options, by name.
+
+    Raises:
+        RecipeError: there is no such class, it is not trusted, or an option is unknown or invalid.
 
     >>> own_part("fedflat.methods.parts:Ascent", {"rho": 0.05})
     Ascent(rho=0.05)
@@ -168,14 +176,16 @@ def _value(tree: ast.expr, text: str, own: Mapping[str, str]) -> Any:
 
 
 def cost(method: Method) -> dict[str, Any]:
-    """Return the cost of a round: vectors of model size down, up and kept by client and server, and passes per step.
+    """Return the cost of a round: vectors of model size and passes per local step.
+
+    `down` and `up` count the vectors that a client receives and uploads, `client` and `server` those that each keeps.
 
     >>> cost(parse("fedsmoo"))
     {'down': 2, 'up': 2, 'client': 2, 'server': 3, 'gradients': 2, 'forwards': 0}
     """
     gradients, forwards = passes(method)
     return {
-        "down": 1 + sum(size is None for size in method.found.sent.values()),
+        "down": 1 + sum(size == "model" for size in method.found.sent.values()),
         "up": 1 + len(method.uploads),
         "client": len(method.memory),
         "server": len(method.state),

@@ -27,8 +27,8 @@ class ServerView:
     """The server as one part sees it: data of the round, and the part's own state as `view["name"]`.
 
     `start` are the weights from which the clients start: wᵗ, unless a part changes them. `lr` is η_g, and `cohort` is
-    the number of clients that the recipe expects in a round. `layout` finds the model's tensors in a vector of size d;
-    on the small example it is empty. Random draws depend on the seed and the round.
+    the number of clients that the recipe expects in a round. `layout` finds the model's tensors in a vector of size d.
+    Random draws depend on the seed and the round.
     """
 
     weights: Tensor
@@ -146,8 +146,13 @@ class Part:
             if "range" in f.metadata and value not in f.metadata["range"]:
                 raise RecipeError(f"{type(self).__name__}.{f.name} = {value!r}: must be {f.metadata['range']}")
 
+    @property
+    def tensorwise(self) -> tuple[str, ...]:
+        """Names of the vectors that the part sends or uploads with one number per tensor of the model."""
+        return ()
+
     def fits(self, layout: Layout) -> None:
-        """Raise a RecipeError if the part has no use for a network with these trained tensors."""
+        """Raise a RecipeError if the part cannot be used with a network that has these trained tensors."""
 
     def first_state(self, weights: Tensor) -> Vectors:
         """Return the server's state for this part before round 0, given the initial weights."""
@@ -167,15 +172,19 @@ class Part:
     def begin(self, sent: Vectors, memory: Vectors) -> Tensor | None:
         """Return the weights from which this client starts, or None for those that it received (client).
 
-        For all parts they take the place of the received weights: `sent["weights"]` is the client's start in `plan` and
-        in `report`, and Δ is measured from it.
+        They replace the received weights for all parts: `sent["weights"]` is the client's start in `plan` and in
+        `report`, and Δ is measured from it.
+
+        Args:
+            sent: what this part broadcast, and under "weights" the weights that the client received.
+            memory: the client's memory for this part.
         """
         return None
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         """Return the rule with this part's ingredients (client, before training).
 
-        A part whose radius or weight is 0 returns the rule unchanged, and the client trains as without the part.
+        A part whose radius or weight is 0 returns the rule unchanged, and has no effect on the training.
 
         Args:
             rule: the rule from the previous parts.

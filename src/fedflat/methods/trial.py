@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedflat.local import Batch, LocalRule, Outcome, Slope, Vectors, train
-from fedflat.methods.observe import HEAD, LAYOUT, drawn, example_rule
+from fedflat.methods.example import HEAD, LAYOUT, drawn, example_rule
 from fedflat.methods.part import ServerView
 from fedflat.methods.rehearsal import example_network
 from fedflat.methods.uploads import Upload
@@ -42,9 +42,10 @@ class Planner(Protocol):
 
 def _received(method: Planner, seed: int, round: int = 1) -> tuple[Vectors, Vectors]:
     """Return what a client of the example has at the start of its round: the broadcast and its memory."""
-    weights = drawn(seed)[: NETWORKS[seed][0].size]
+    layout = NETWORKS[seed][0]
+    weights = drawn(seed)[: layout.size]
     state = {name: vector + 0.01 * seed for name, vector in method.first_state(weights).items()}
-    sent = method.broadcast(ServerView(weights, weights, round, 4, state, cohort=2.0))
+    sent = method.broadcast(ServerView(weights, weights, round, 4, state, cohort=2.0, layout=layout))
     return sent, {name: vector + 0.01 * seed for name, vector in method.first_memory(weights).items()}
 
 

@@ -43,15 +43,25 @@ class Upload:
         return self.delta if name == "delta" else self.vectors[name]
 
     def update(self, delta: Tensor | None = None, **vectors: Tensor) -> Upload:
-        """Return the upload with another Δ, or with additional vectors."""
+        """Return the upload with another Δ, or with additional vectors.
+
+        Args:
+            delta: the new Δ; None keeps the current one.
+            vectors: additional vectors by name, of the size of the model.
+        """
         return replace(self, delta=self.delta if delta is None else delta, vectors={**self.vectors, **vectors})
 
 
 class Uploads(Sequence[Upload]):
-    """The uploads of a round, in the order in which they are summed. `weights` are the weights of the average."""
+    """The uploads of a round, in the order in which they are summed. `weights` are the weights of the average.
 
-    def __init__(self, uploads: Sequence[Upload], weights: Sequence[float], delta: Tensor) -> None:
-        self._uploads, self.weights, self._delta = list(uploads), list(weights), delta
+    `most` is the largest number of samples that counts for a client.
+    """
+
+    def __init__(
+        self, uploads: Sequence[Upload], weights: Sequence[float], delta: Tensor, most: float = math.inf
+    ) -> None:
+        self._uploads, self.weights, self._delta, self._most = list(uploads), list(weights), delta, most
 
     def __len__(self) -> int:
         return len(self._uploads)
@@ -63,7 +73,12 @@ class Uploads(Sequence[Upload]):
         return iter(self._uploads)
 
     def sum(self, name: str, weights: Sequence[float] | None = None) -> Tensor:
-        """Return Σᵢ pᵢ xᵢ over the uploads, with pᵢ = 1 unless weights are given."""
+        """Return Σᵢ pᵢ xᵢ over the uploads.
+
+        Args:
+            name: the name of the vector x; "delta" is Δ.
+            weights: the weights pᵢ; by default 1 for each upload.
+        """
         total = torch.zeros_like(self._uploads[0][name])
         for upload, weight in zip(self._uploads, weights or [1.0] * len(self), strict=True):
             total.add_(upload[name], alpha=weight)
@@ -78,19 +93,24 @@ class Uploads(Sequence[Upload]):
         """K η of each client: its steps times its learning rate, which the server knows from the recipe."""
         return [upload.steps * upload.lr for upload in self._uploads]
 
+    @property
+    def counted(self) -> list[float]:
+        """The share of each client's samples, and of its steps, that counts: 1 unless it claims too many samples."""
+        return [self._most / u.samples if u.samples > self._most else 1.0 for u in self._uploads]
+
     def named(self, names: dict[str, str]) -> Uploads:
         """Return the uploads as one part sees them: Δ, and the part's vectors by its own names."""
         own = []
         for upload in self._uploads:
             own.append(replace(upload, vectors={name: upload.vectors[key] for name, key in names.items()}))
             vars(own[-1]).update({"norm": upload.norm} if "norm" in vars(upload) else {})
-        return Uploads(own, self.weights, self._delta)
+        return Uploads(own, self.weights, self._delta, self._most)
 
 
 class RobustUploads(Uploads):
     """Uploads with robust sums and averages: of Δ, of all other uploaded vectors, and of buffers.
 
-    With loc the robust average of n vectors,  average(x) = loc(x₁ … xₙ)  and  Σᵢ pᵢ xᵢ = n · loc(p₁ x₁ … pₙ xₙ).
+    If loc is the robust average of n vectors,  average(x) = loc(x₁ … xₙ)  and  Σᵢ pᵢ xᵢ = n · loc(p₁ x₁ … pₙ xₙ).
     All clients have the same weight, so that a client cannot gain influence by claiming many samples.
     """
 
@@ -111,7 +131,7 @@ class RobustUploads(Uploads):
     def named(self, names: dict[str, str]) -> Uploads:
         own = object.__new__(RobustUploads)
         plain = self._plain.named(names)
-        own._plain, own._locate, own._delta = plain, self._locate, self._delta
+        own._plain, own._locate, own._delta, own._most = plain, self._locate, self._delta, self._most
         own._uploads, own.weights = [*plain], self.weights
         return own
 
@@ -217,4 +237,4 @@ class _Total:
     def uploads(self) -> Uploads:
         total = sum(self._shares)
         self._delta.div_(total or 1)
-        return Uploads(self._taken, [share / total for share in self._shares], self._delta)
+        return Uploads(self._taken, [share / total for share in self._shares], self._delta, self._most)

@@ -1,30 +1,36 @@
-"""The papers' networks, and the user's own.
+"""The networks of the papers, and support for user-defined networks.
 
-Every network here keeps three promises to the rest of the library:
+The rest of the library relies on three properties of the networks here:
 
-* it ends in its head, an `nn.Linear` that is the last child; what enters the head is the feature vector;
+* the last child is the head, an `nn.Linear`; the input of the head is the feature vector;
 * every activation is the output of its own activation module, so that a forward hook sees it (MAN needs this);
-* it has no state but its parameters: weights alone are the model.
+* the parameters are the only state, so the weights define the model.
 
-A grey image enters a network for colour images with its one channel repeated three times, as in the papers' code.
+Networks for colour images repeat the channel of a grey image three times, as in the papers' code.
 """
 
 from fedflat.models.adapters import factors, is_adapted, lora, merged
-from fedflat.models.blocks import Activation, AttentionOutput, Colour, RectifiedPool
+from fedflat.models.attention import plain_attention
+from fedflat.models.blocks import Activation, AttentionOutput, Colour, Normalised, RectifiedPool
+from fedflat.models.layout import Layout
 from fedflat.models.outputs import own_output, plain_output
-from fedflat.models.registry import MODELS, build, construction
+from fedflat.models.registry import MODELS, OFFERED, build, construction, refuse_offered
+from fedflat.models.sequential import written_layers
 from fedflat.models.source_code import source
-from fedflat.models.vector import ACTIVATIONS, Forward, Layout, Network, Tap, unit
+from fedflat.models.tap import ACTIVATIONS, Forward, Tap
+from fedflat.models.vector import Network, unit
 
 __all__ = [
     "ACTIVATIONS",
     "MODELS",
+    "OFFERED",
     "Activation",
     "AttentionOutput",
     "Colour",
     "Forward",
     "Layout",
     "Network",
+    "Normalised",
     "RectifiedPool",
     "Tap",
     "build",
@@ -34,7 +40,10 @@ __all__ = [
     "lora",
     "merged",
     "own_output",
+    "plain_attention",
     "plain_output",
+    "refuse_offered",
     "source",
     "unit",
+    "written_layers",
 ]

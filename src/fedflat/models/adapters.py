@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedflat.errors import RecipeError, shortened
+from fedflat.models.corrected import added, summed
+from fedflat.models.layout import Layout
 from fedflat.models.outputs import plain_output
-from fedflat.models.vector import Layout
 
 # The factors A of our layers and of peft's, by the end of a parameter's name.
 FACTOR = re.compile(r"(^|\.)lora_(a|A\.[^.]+\.weight)$")
@@ -25,8 +26,8 @@ ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 class Adapter(nn.Module):
     """A layer with frozen weight W and trained factors A and B: it computes with W + s·BA, where s = α/r.
 
-    A is r × inputs and B is outputs × r; for a convolution the inputs are those of a patch. B is 0 at first, so that
-    the layer starts as it was. The product BA is never formed: the layer adds s·B(Ax).
+    A is r × inputs and B is outputs × r; for a convolution the inputs are those of a patch. B starts at 0, so the
+    output of the layer does not change at first. The definition does not form the product BA: the layer adds s·B(Ax).
     """
 
     plain: ClassVar[type[nn.Module]]
@@ -49,11 +50,25 @@ class Adapter(nn.Module):
 
 
 class LoraLinear(Adapter, nn.Linear):
+    """A linear layer with an adapter. For many rows, it is cheaper to form W + s·BA than to add s·B(Ax)."""
+
     plain = nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        arguments = (x, self.weight, self.bias, self.lora_a, self.lora_b, self.lora_scale)
+        return summed(*arguments) if self._pays(x) else added(*arguments)
+
+    def _pays(self, x: Tensor) -> bool:
+        """Whether a pass that forms W + s·BA is faster. vmap, autocast and a trained W need the definition."""
+        if x.dim() < 2 or torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled(x.device.type):
+            return False
+        frozen = not (self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad))
+        outputs, inputs = self.weight.shape
+        return frozen and x.numel() // inputs * (inputs + outputs) > 2 * inputs * outputs
 
 
 class _LoraConvolution(Adapter):
-    """A convolution to r channels with the layer's own kernel size and stride, then one from pixel to pixel."""
+    """A convolution to r channels with the layer's own kernel size and stride, then a pointwise one."""
 
     def correction(self, x: Tensor) -> Tensor:
         inner: Tensor = self._conv_forward(x, self.lora_a, None)  # type: ignore[operator]
@@ -89,7 +104,7 @@ def lora(
     """Return a copy of a module that trains low-rank corrections of some layers; everything else is frozen.
 
     A chosen layer computes with W + (α/r) BA. A is drawn as PyTorch draws a linear layer's weight, and B is 0, so the
-    copy computes what the module computes until it is trained. The names of the module's own parameters do not change.
+    copy has the same outputs as the module until it is trained. The names of the module's own parameters do not change.
 
     Args:
         module: any module with `nn.Linear` or ungrouped `nn.Conv1d`, `2d` or `3d` layers, or GPT-2's `Conv1D`.
@@ -99,7 +114,7 @@ def lora(
             layer), "all", or names, ends of names (`qkv`) and patterns (`blocks.*.fc1`).
         also: layers, as in `targets`, or parameters, by their names or patterns, that are trained in full instead, such
             as a new head.
-        generator: draws A; torch's own by default.
+        generator: the generator for A; by default torch's global one.
 
     Raises:
         RecipeError: a target matches no layer, or a layer is too small for the rank.
@@ -156,15 +171,15 @@ def factors(layout: Layout) -> list[tuple[str, str]]:
 
 
 def _other(name: str) -> str:
-    """The name of B, given that of A."""
+    """Return the name of B, given the name of A."""
     return FACTOR.sub(lambda found: found[0].replace("lora_a", "lora_b").replace("lora_A", "lora_B"), name)
 
 
 def adaptable(module: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of a module that can have an adapter, by name.
 
-    A layer of a class of its own (such as the output layer of `nn.MultiheadAttention`, which is never called) is left
-    out, because its forward pass may be anything.
+    Subclasses of these layers (such as the output layer of `nn.MultiheadAttention`, which is never called) are left
+    out, because their forward pass may be different.
     """
     return {name: layer for name, layer in module.named_modules() if _kind(layer) and getattr(layer, "groups", 1) == 1}
 
@@ -193,7 +208,7 @@ def _transposed(kind: type[nn.Module]) -> type[Adapter]:
 
 
 def _adapt(name: str, layer: Any, rank: int, alpha: float, generator: torch.Generator | None) -> None:
-    """Turn a layer into one with an adapter, in place: hooks and tied weights stay."""
+    """Add an adapter to a layer in place; hooks and tied weights are kept."""
     kind, weight = _kind(layer), layer.weight
     assert kind is not None
     matrix = weight.T if kind is LoraTransposed else weight
@@ -211,7 +226,7 @@ def _adapt(name: str, layer: Any, rank: int, alpha: float, generator: torch.Gene
 
 
 def _matching(targets: str | Sequence[str], layers: dict[str, nn.Module], module: nn.Module) -> list[str]:
-    """The names of the layers that the targets choose, in model order; every target must choose one."""
+    """Return the names of the layers that the targets match, in model order; every target must match one."""
     found: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
         some = _chosen(target, layers, module)
@@ -243,7 +258,7 @@ def _named(name: str, target: str) -> bool:
 
 
 def _attends(name: str, module: nn.Module) -> bool:
-    """Whether a layer is inside a module that says that it is an attention, by its name or its class."""
+    """Return whether a layer is inside an attention module, judged by the names and classes of its parents."""
     steps = name.split(".")
     holders = [".".join(steps[: i + 1]) for i in range(len(steps) - 1)]
     kinds = (type(module.get_submodule(holder)).__name__ for holder in holders)
@@ -251,7 +266,7 @@ def _attends(name: str, module: nn.Module) -> bool:
 
 
 def _in_full(also: str | Sequence[str], layers: dict[str, nn.Module], module: nn.Module) -> set[str]:
-    """The names of the parameters that are trained in full."""
+    """Return the names of the parameters that are trained in full."""
     found: set[str] = set()
     for each in [also] if isinstance(also, str) else also:
         inside = {f"{layer}.{name}" for layer in _chosen(each, layers, module) for name in ("weight", "bias")}

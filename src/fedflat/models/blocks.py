@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +10,41 @@ from torch import Tensor, nn
 
 
 def chain(**layers: nn.Module) -> nn.Sequential:
-    """An `nn.Sequential` of named layers."""
+    """Return an `nn.Sequential` of named layers."""
     return nn.Sequential(OrderedDict(layers))
 
 
+class Normalised(nn.Module):
+    """A network that normalises its inputs: x becomes (x − mean)/std, by channel for images.
+
+    Args:
+        network: the network that gets the normalised inputs.
+        mean: one value for each channel or feature, or one for all.
+        std: as `mean`.
+        images: whether inputs are images (channels, height, width) instead of vectors.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, mean: Sequence[float], std: Sequence[float], images: bool = True) -> None:
+        super().__init__()
+        self.network = network
+        dtype = next((p.dtype for p in network.parameters()), torch.float32)
+        for name, values in (("mean", mean), ("std", std)):
+            self.register_buffer(name, torch.tensor([*values], dtype=dtype).view((-1, 1, 1) if images else (-1,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.network((x - self.mean) / self.std)
+        return y
+
+
 class Activation(nn.Identity):
-    """Marks its input as a hidden activation, where no activation module has it as its output (in an LSTM)."""
+    """Marks its input as a hidden activation that is not the output of an activation module (in an LSTM)."""
 
 
 class AttentionOutput(nn.Identity):
-    """Marks what an attention has mixed from the values of all heads, the input of its last linear layer."""
+    """Marks the combined output of all attention heads, which is the input of the attention's last linear layer."""
 
 
 class RectifiedPool(nn.Module):
@@ -42,6 +67,43 @@ class RectifiedPool(nn.Module):
         return F.relu_(self.pool(x))
 
 
+class Convolution(nn.Conv2d):
+    """A convolution that is faster for maps as small as its kernel. It differs only in the order of summation.
+
+    With one output position it is a linear layer on the kernel's window of the padded map. If the map is a single
+    pixel, the layer uses only the kernel's entry at that pixel (the gradient of the others is zero). With more weights
+    than a usual batch has inputs, it converts maps to the memory format of the weights: for channels_last, oneDNN
+    reorders the weights in every pass.
+    """
+
+    USUAL_BATCH = 50  # a choice that depends on the batch would fix the batch size of an exported network
+
+    def __init__(
+        self, inputs: int, outputs: int, size: int, stride: int = 1, padding: int = 0, bias: bool = True
+    ) -> None:
+        super().__init__(inputs, outputs, size, stride, padding, bias=bias)
+        self._size, self._stride, self._padding = size, stride, padding
+        self._weights_per_channel = outputs * size**2
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        if max(height, width) + 2 * self._padding - self._size < self._stride:
+            return self._at_one_position(x, height, width)
+        if x.device.type == "cpu" and self._weights_per_channel > self.USUAL_BATCH * height * width:
+            x = x.contiguous()
+        return super().forward(x)
+
+    def _at_one_position(self, x: Tensor, height: int, width: int) -> Tensor:
+        before, weight = self._padding, self.weight
+        if height == width == 1:
+            after = before + 1 - self._size
+            weight = F.pad(weight, (-before, after, -before, after))
+        else:
+            after = self._size - before
+            x = F.pad(x.contiguous(), (before, after - width, before, after - height))
+        return F.linear(x.flatten(1), weight.flatten(1), self.bias)[:, :, None, None]
+
+
 class Colour(nn.Module):
     """Expands a grey image to three equal channels and leaves a colour image unchanged."""
 
@@ -55,15 +117,15 @@ class Residual(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.branch = chain(
-            conv1=nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            conv1=Convolution(inputs, outputs, 3, stride, padding=1, bias=False),
             norm1=norm(outputs),
             relu=nn.ReLU(),
-            conv2=nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            conv2=Convolution(outputs, outputs, 3, padding=1, bias=False),
             norm2=norm(outputs),
         )
         self.shortcut = nn.Sequential()
         if inputs != outputs:
-            self.shortcut = chain(conv=nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm=norm(outputs))
+            self.shortcut = chain(conv=Convolution(inputs, outputs, 1, stride, bias=False), norm=norm(outputs))
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,12 +25,12 @@ def transformers(
     config: Mapping[str, Any] | None = None,
     folder: str | None = None,
 ) -> nn.Module:
-    """A model of the `transformers` library: one that predicts every next token, or a classifier of texts.
+    """Build a model of the `transformers` library: one that predicts every next token, or a text classifier.
 
     It is built from a configuration, with random weights, or from a folder in the hub's format with config.json and
-    model.safetensors. A name of the hub is refused: nothing is downloaded. Code in a folder is never run, and weights
-    are read from safetensors alone. A classifier from a folder whose head has another number of classes gets a new
-    head, as the library does.
+    model.safetensors. Names of models on the hub are refused: nothing is downloaded. Code in a folder is never run,
+    and weights are only read from safetensors. If the head of a classifier in a folder has another number of classes,
+    the library replaces it by a new one.
 
     Args:
         shape: shape of a sample: the number of tokens.
@@ -64,7 +64,7 @@ def _from_config(config: Mapping[str, Any], vocabulary: int, per_token: bool) ->
     kind = str(fields.pop("model_type", ""))
     if kind not in CONFIG_MAPPING:
         raise RecipeError(f"model.config.model_type = {kind!r}: is none of transformers' own (such as gpt2 or bert)")
-    # A classifier like GPT-2 finds a text's last token by the padding after it, which therefore is a token of its own.
+    # Classifiers such as GPT-2 find the last token of a text by the padding after it, so the padding is a new token.
     own = {} if per_token else {"pad_token_id": vocabulary}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"))
     fields = {"vocab_size": vocabulary + len(own), **ends, **own, **fields}
@@ -100,7 +100,7 @@ def _from_folder(folder: str, vocabulary: int) -> Any:
 
 
 def _prepared(settings: Any) -> Any:
-    # Derivatives of derivatives exist for the plain attention alone, and a training step has no use for a cache.
+    # Only the plain attention has second derivatives, and a training step does not need a cache.
     settings._attn_implementation = "eager"
     settings.use_cache = False
     if getattr(settings, "pad_token_id", None) is None:
@@ -141,7 +141,7 @@ def _built(settings: Any, folder: str | None, per_token: bool) -> nn.Module:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the library's bars and remarks about new heads."""
+    """Suppress the library's progress bars and its warnings about new heads."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -10,6 +10,7 @@ from fedflat.errors import RecipeError
 from fedflat.models.blocks import (
     ClassToken,
     Colour,
+    Convolution,
     FirstToken,
     RectifiedPool,
     Residual,
@@ -22,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 def _image(name: str, shape: Shape, smallest: int) -> tuple[int, int, int]:
-    """(channels, height, width) of the first convolution's input. Raises `RecipeError` if the shape does not fit."""
+    """Return (channels, height, width) of the first convolution's input, or raise a RecipeError for other shapes."""
     if len(shape) != 3 or min(shape) < 1:
         raise RecipeError(f"Model {name} needs images (channels, height, width), not shape {shape}; use mlp for these.")
     channels, height, width = shape
@@ -32,7 +33,7 @@ def _image(name: str, shape: Shape, smallest: int) -> tuple[int, int, int]:
 
 
 def _kaiming(model: nn.Sequential) -> nn.Sequential:
-    """Draws the convolutions from N(0, 2 / (k² · outputs)) and sets their biases to zero."""
+    """Draw the convolutions from N(0, 2 / (k² · outputs)) and set their biases to zero."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -119,7 +120,7 @@ def convnet_gn(shape: Shape, classes: int) -> nn.Module:
 
 
 def _resnet18(stem: dict[str, nn.Module], norm: Callable[[int], nn.Module], classes: int) -> nn.Sequential:
-    """A stem with 64 channels, four stages of two residual blocks, average pooling and a head."""
+    """Return a stem with 64 channels, four stages of two residual blocks, average pooling and a head."""
     blocks: dict[str, nn.Module] = {}
     for stage, (inputs, outputs) in enumerate(((64, 64), (64, 128), (128, 256), (256, 512)), start=1):
         stride = 1 if inputs == outputs else 2
@@ -130,7 +131,7 @@ def _resnet18(stem: dict[str, nn.Module], norm: Callable[[int], nn.Module], clas
 
 
 def _large_stem(channels: int, norm: Callable[[int], nn.Module]) -> dict[str, nn.Module]:
-    """The stem of ResNet for large images, which leaves a sixteenth of the pixels."""
+    """Return the stem of ResNet for large images, which halves height and width twice."""
     conv = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
     return {"conv": conv, "norm": norm(64), "pool": RectifiedPool(3, 2, 1)}
 
@@ -156,7 +157,7 @@ def resnet18_pfllib(shape: Shape, classes: int) -> nn.Module:
 def resnet18(shape: Shape, classes: int) -> nn.Module:
     """FedSoL's ResNet-18 with a 3×3 stem and BatchNorm: 11,173,962 parameters for 10 classes.
 
-    BatchNorm always uses the statistics of the batch. So there are no running statistics to aggregate, but a prediction
+    BatchNorm always uses the statistics of the batch. There are no running statistics to aggregate, but a prediction
     depends on its batch.
     """
     # From 9 pixels on, the last feature maps are 2×2, and even a batch of one sample has a variance.
@@ -179,7 +180,7 @@ def vgg11(shape: Shape, classes: int) -> nn.Module:
     plan = ((64, True), (128, True), (256, False), (256, True), (512, False), (512, True), (512, False), (512, True))
     inputs = channels
     for number, (outputs, pooled) in enumerate(plan, start=1):
-        layers[f"conv{number}"] = nn.Conv2d(inputs, outputs, 3, padding=1)
+        layers[f"conv{number}"] = Convolution(inputs, outputs, 3, padding=1)
         layers[f"pool{number}" if pooled else f"relu{number}"] = RectifiedPool(2) if pooled else nn.ReLU()
         inputs = outputs
     return _kaiming(

@@ -1,7 +1,7 @@
-"""Modules of `transformers` and `peft`: they get a mask beside their tokens and return an object with their logits.
+"""Support for modules of `transformers` and `peft`, which take tokens with a mask and return an object with logits.
 
-Two hooks translate on the way in and out, so that every caller sees an ordinary module from a tensor to a tensor:
-training, evaluation, derivatives, hooks and export.
+Two hooks convert the inputs and outputs, so that training, evaluation, derivatives, hooks and export see an ordinary
+module that maps a tensor to a tensor.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ PACKAGES = ("transformers", "peft")
 
 
 def plain_output(module: nn.Module) -> nn.Module:
-    """Let a module of these packages map tokens, with their padding, to logits; return the module.
+    """Make a module of these packages map padded tokens to logits, and return the module.
 
-    Other modules stay as they are. `own_output` removes the hooks.
+    Other modules are not changed. `own_output` removes the hooks.
     """
     if any(kind.__module__.partition(".")[0] in PACKAGES for kind in type(module).__mro__):
         if _masked not in module._forward_pre_hooks.values():
@@ -29,13 +29,13 @@ def plain_output(module: nn.Module) -> nn.Module:
 
 
 def take_logits(module: nn.Module) -> None:
-    """Let a module return the logits of what it returns."""
+    """Make a module return the `logits` of its output."""
     if _logits not in module._forward_hooks.values():
         module.register_forward_hook(_logits)
 
 
 def own_output(module: nn.Module) -> nn.Module:
-    """Let a module take and return again what its class does; return the module."""
+    """Remove the hooks of `plain_output` and `take_logits` from a module, and return the module."""
     for key in [key for key, hook in module._forward_hooks.items() if hook is _logits]:
         del module._forward_hooks[key]
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _masked]:
@@ -44,7 +44,7 @@ def own_output(module: nn.Module) -> nn.Module:
 
 
 def _masked(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Give tokens with their mask, which our padding carries in itself."""
+    """Replace padded tokens by tokens and an attention mask."""
     if named or len(arguments) != 1 or not isinstance(arguments[0], Tensor) or not is_tokens(arguments[0]):
         return None
     tokens, padding = arguments[0].long(), getattr(getattr(module, "config", None), "pad_token_id", None) or 0

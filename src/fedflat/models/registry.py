@@ -1,7 +1,7 @@
-"""Networks by name: those of the papers, and the user's own."""
+"""Networks by name: those of the papers, and user-defined ones."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fedflat.models.networks import (
     vgg11,
 )
 from fedflat.models.sequences import char_lstm, gpt
+from fedflat.models.sequential import sequential
 from fedflat.trusted import named_class
 
 Builder = Callable[..., nn.Module]
@@ -39,7 +40,10 @@ MODELS: dict[str, Builder] = {
     "gpt": gpt,
     "mlp": mlp,
 }
-BUILDERS: dict[str, Builder] = {**MODELS, "transformers": transformers}  # with those of other libraries
+# The arguments of a network that follow from the data.
+OFFERED = ("shape", "classes", "vocabulary", "per_token")
+# The networks above, models of other libraries, and lists of layers.
+BUILDERS: dict[str, Builder] = {**MODELS, "transformers": transformers, "sequential": sequential}
 
 
 def build(
@@ -55,11 +59,11 @@ def build(
     """Build the network `name` for samples of `shape`.
 
     Args:
-        name: a key of `MODELS`, "transformers", or the import path "package.module:Class" of a trusted `nn.Module` (see
-            `fedflat.trust`).
+        name: a key of `MODELS`, "transformers", "sequential", or the import path "package.module:Class" of a trusted
+            `nn.Module` (see `fedflat.trust`).
         shape: the shape of one sample; passed on if the class has a parameter of this name.
         classes: the number of classes; passed on if the class has a parameter of this name.
-        generator: draws the initial weights; seed 0 without it.
+        generator: the generator for the initial weights; by default one with seed 0.
         vocabulary: the number of tokens, if samples are token ids; passed on like `classes`.
         per_token: whether labels belong to every token instead of the whole sample; passed on like `classes`.
         options: passed to the class.
@@ -89,22 +93,37 @@ def construction(
 ) -> tuple[Builder, dict[str, Any]]:
     """Return the callable that builds the network, and its arguments.
 
+    Args:
+        name: as in `build`.
+        shape: the shape of one sample.
+        classes: the number of classes.
+        options: the options of the network.
+        vocabulary: as in `build`.
+        per_token: as in `build`.
+
     Raises:
         RecipeError: if the name or an option is unknown, or the class is not trusted.
     """
-    offered = {"shape": tuple(shape), "classes": classes, "vocabulary": vocabulary, "per_token": per_token}
-    if taken := offered.keys() & options.keys():
-        raise RecipeError(f"model {name}: {', '.join(sorted(taken))} follows from the data and cannot be set")
+    offered = dict(zip(OFFERED, (tuple(shape), classes, vocabulary, per_token), strict=True))
+    refuse_offered(name, options)
     if classes < 1:
         raise RecipeError(f"model: it needs at least one class, not classes = {classes}.")
     if name not in BUILDERS and ":" not in name:
         raise RecipeError(f"model: there is no {name!r}; {nearest(name, BUILDERS)}")
     builder = BUILDERS[name] if name in BUILDERS else named_class(name, nn.Module, "model.name")
+    if vocabulary and name in MODELS and "vocabulary" not in inspect.signature(builder).parameters:
+        raise RecipeError(f"model {name}: does not read the token ids of a text; take char-lstm, gpt or transformers")
     return builder, _arguments(name, builder, offered, options)
 
 
+def refuse_offered(name: str, options: Iterable[str]) -> None:
+    """Raise a RecipeError if the options include an argument that follows from the data."""
+    if taken := [option for option in options if option in OFFERED]:
+        raise RecipeError(f"model {name}: {', '.join(taken)} follows from the data and cannot be set")
+
+
 def _arguments(name: str, builder: Builder, offered: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options, and those offered arguments that the builder's signature accepts."""
+    """Return the options, and those offered arguments that the builder's signature accepts."""
     try:
         signature = inspect.signature(builder)
     except (TypeError, ValueError) as error:

@@ -1,6 +1,8 @@
 """Networks for text: rows of token ids, padded with −1 at their end."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +13,11 @@ from fedflat.errors import RecipeError
 from fedflat.models.blocks import Activation, AttentionOutput, chain
 from fedflat.models.networks import Shape
 
+Function = Callable[..., Tensor]
+
 
 def _tokens(name: str, shape: Shape, vocabulary: int) -> int:
-    """The length of a sample. Raises `RecipeError` if samples are not rows of tokens."""
+    """Return the length of a sample, or raise a RecipeError if samples are not rows of tokens."""
     if len(shape) != 1 or vocabulary < 1:
         raise RecipeError(f"Model {name} needs rows of token ids, not samples of shape {tuple(shape)}.")
     return shape[0]
@@ -26,13 +30,13 @@ def _positive(name: str, **options: int) -> None:
 
 
 def last(x: Tensor, tokens: Tensor) -> Tensor:
-    """Selects the vector of each row's last token."""
-    return x[torch.arange(len(x), device=x.device), (tokens >= 0).sum(dim=1) - 1]
+    """Return the vector of each row's last token."""
+    return x[torch.arange(x.shape[0], device=x.device), (tokens >= 0).sum(dim=1) - 1]
 
 
 def _unrolled(x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor) -> Tensor:
-    """The hidden states (N, T, H) of an LSTM for inputs (N, T, I), by the definition."""
-    h = c = x.new_zeros(len(x), weight_h.shape[1])
+    """Return the hidden states (N, T, H) of an LSTM for inputs (N, T, I), by the definition."""
+    h = c = x.new_zeros(x.shape[0], weight_h.shape[1])
     hidden = []
     for entered in F.linear(x, weight_x, bias).unbind(dim=1):
         i, f, g, o = torch.addmm(entered, h, weight_h.t()).chunk(4, dim=1)
@@ -43,28 +47,48 @@ def _unrolled(x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor) -> Te
 
 
 class _Fused(torch.autograd.Function):
-    """The same by torch's own LSTM, which is twice as fast but cannot be differentiated twice.
+    """Computes a function with a fast kernel of torch that cannot be differentiated twice.
 
-    A second derivative goes through the definition.
+    Second derivatives use the definition.
     """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Tensor) -> Tensor:
+    def forward(ctx: Any, kernel: Function, definition: Function, *arguments: Tensor) -> Tensor:
         ctx.save_for_backward(*arguments)
+        ctx.definition = definition
         with torch.enable_grad():
-            ctx.inside = x, weight_x, weight_h, bias = [a.detach().requires_grad_() for a in arguments]
-            zeros = [x.new_zeros(1, len(x), weight_h.shape[1])] * 2
-            weights = [weight_x, weight_h, bias, torch.zeros_like(bias)]
-            ctx.outside = torch._VF.lstm(x, zeros, weights, True, 1, 0.0, True, False, True)[0]
-        hidden: Tensor = ctx.outside.detach()
-        return hidden
+            ctx.inside = [a.detach().requires_grad_(a.requires_grad) for a in arguments]
+            ctx.outside = kernel(*ctx.inside)
+        value: Tensor = ctx.outside.detach()
+        return value
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            arguments = ctx.saved_tensors
-            return tuple(torch.autograd.grad(_unrolled(*arguments), arguments, slope, create_graph=True))
-        return tuple(torch.autograd.grad(ctx.outside, ctx.inside, slope, retain_graph=True))
+            inputs, output = ctx.saved_tensors, ctx.definition(*ctx.saved_tensors)
+        else:
+            inputs, output = ctx.inside, ctx.outside
+        sought = [each for each in inputs if each.requires_grad]
+        slopes = iter(
+            torch.autograd.grad(output, sought, slope, retain_graph=True, create_graph=torch.is_grad_enabled())
+        )
+        return None, None, *(next(slopes) if each.requires_grad else None for each in inputs)
+
+
+def _fused(kernel: Function, definition: Function, *arguments: Tensor) -> Tensor:
+    """Return the kernel's value. vmap and exporters do not support custom gradients and get the definition."""
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return definition(*arguments)
+    value: Tensor = _Fused.apply(kernel, definition, *arguments)  # type: ignore[no-untyped-call]
+    return value
+
+
+def _lstm(x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor) -> Tensor:
+    """Return the same as `_unrolled`, computed by torch's LSTM, which is twice as fast."""
+    zeros = [x.new_zeros(1, len(x), weight_h.shape[1])] * 2
+    weights = [weight_x, weight_h, bias, torch.zeros_like(bias)]
+    hidden: Tensor = torch._VF.lstm(x, zeros, weights, True, 1, 0.0, True, False, True)[0]
+    return hidden
 
 
 class Lstm(nn.Module):
@@ -78,17 +102,14 @@ class Lstm(nn.Module):
         self.weight_x = nn.Parameter(torch.empty(4 * hidden, inputs))
         self.weight_h = nn.Parameter(torch.empty(4 * hidden, hidden))
         self.bias = nn.Parameter(torch.zeros(4 * hidden))
-        bound = math.sqrt(6 / (inputs + 5 * hidden))  # Glorot's, of the matrix [W U]
+        bound = math.sqrt(6 / (inputs + 5 * hidden))  # Glorot's bound for the matrix [W U]
         for weight in (self.weight_x, self.weight_h):
             nn.init.uniform_(weight, -bound, bound)
         with torch.no_grad():
             self.bias[hidden : 2 * hidden] = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        # vmap and its relatives do not see through a gradient of one's own.
-        lstm = _unrolled if torch._C._are_functorch_transforms_active() else _Fused.apply
-        hidden: Tensor = lstm(x, self.weight_x, self.weight_h, self.bias)
-        return hidden
+        return _fused(_lstm, _unrolled, x, self.weight_x, self.weight_h, self.bias)
 
 
 class CharLstm(nn.Module):
@@ -132,14 +153,25 @@ def char_lstm(
         embedding: width of the embedding.
         hidden: width of a layer.
         layers: number of layers.
+
+    Raises:
+        RecipeError: samples are not rows of tokens, or an option is invalid.
     """
     _tokens("char-lstm", shape, vocabulary)
     _positive("char-lstm", embedding=embedding, hidden=hidden, layers=layers)
     return CharLstm(vocabulary, classes, embedding, hidden, layers, per_token)
 
 
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return softmax(QKᵀ/√d) V by the definition, where a token attends to itself and earlier tokens."""
+    later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(later, -torch.inf)
+    mixed: Tensor = scores.softmax(-1) @ v
+    return mixed
+
+
 class CausalAttention(nn.Module):
-    """softmax(QKᵀ/√d) V in several heads, where a token sees itself and those before it."""
+    """Causal attention with several heads: softmax(QKᵀ/√d) V, where a token attends to itself and earlier tokens."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -150,9 +182,8 @@ class CausalAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(later, -torch.inf)
-        y: Tensor = self.out(self.mixed((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
+        mixed = _fused(partial(F.scaled_dot_product_attention, is_causal=True), _attention, q, k, v)
+        y: Tensor = self.out(self.mixed(mixed.transpose(1, 2).flatten(2)))
         return y
 
 
@@ -173,9 +204,9 @@ class CausalBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Token and position embeddings, causal blocks, a last norm and a linear head of its own.
+    """Token and position embeddings, causal blocks, a last norm and a linear head with weights of its own.
 
-    Tokens after a padded row's end come after all others, so a causal attention never sees them.
+    Padding comes after all tokens of a row, so causal attention never uses it.
     """
 
     def __init__(
@@ -190,7 +221,7 @@ class Gpt(nn.Module):
         self.head = nn.Linear(width, classes, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # As in GPT-2, branches that add to the residual stream start smaller the more there are.
+                # As in GPT-2, the more branches add to the residual stream, the smaller their initial weights.
                 inner = name.endswith(("out.weight", "fc2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if inner else 0.02)
             elif name.endswith("bias"):
@@ -222,6 +253,9 @@ def gpt(
         width: width of the residual stream.
         heads: number of attention heads.
         layers: number of blocks.
+
+    Raises:
+        RecipeError: samples are not rows of tokens, or an option is invalid.
     """
     context = _tokens("gpt", shape, vocabulary)
     _positive("gpt", width=width, heads=heads, layers=layers)

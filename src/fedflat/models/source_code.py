@@ -7,14 +7,15 @@ from collections.abc import Iterable
 from fedflat.models import blocks, networks, sequences
 from fedflat.models.registry import MODELS
 
-HEADER = '"""The network of the model next to this file, in plain PyTorch."""\n\n'
+HEADER = '"""For the model next to this file, in plain PyTorch."""\n\n'
 
 
-def source(name: str) -> str:
-    """The source code of a network: its function, and everything in this package that the function uses.
+def source(name: str | None, normalised: bool = False) -> str:
+    """Return the source code of a network: its function, and everything in this package that the function uses.
 
     Args:
-        name: the name of the network, one of `MODELS`.
+        name: the name of the network, one of `MODELS`; None for no network.
+        normalised: whether to add the class `Normalised`, which normalises the inputs of a network.
 
     >>> "class Residual" in source("resnet18"), "class Residual" in source("mlp"), "fedflat" in source("resnet18")
     (True, False, False)
@@ -28,22 +29,22 @@ def source(name: str) -> str:
                 imports += [code] if "fedflat" not in code else []
             elif defined := _defines(node):
                 texts[defined], needs[defined] = code, {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-    wanted = _reached(MODELS[name].__name__, needs)
+    wanted = _reached([*([MODELS[name].__name__] if name else []), *(["Normalised"] if normalised else [])], needs)
     own = "RecipeError = ValueError  # a shape that does not fit\n" if _uses(wanted, needs, "RecipeError") else ""
     code = "\n\n\n".join(text for defined, text in texts.items() if defined in wanted)
     return f"{HEADER}{_united(imports, wanted, needs)}\n{own}\n\n{code}\n"
 
 
 def _defines(node: ast.stmt) -> str:
-    """The name that a top-level statement defines, or an empty string."""
+    """Return the name that a top-level statement defines, or an empty string."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return node.name
     targets = [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]
     return targets[0] if targets else ""
 
 
-def _reached(start: str, needs: dict[str, set[str]]) -> set[str]:
-    found, ahead = set[str](), [start]
+def _reached(start: list[str], needs: dict[str, set[str]]) -> set[str]:
+    found, ahead = set[str](), start
     while ahead:
         name = ahead.pop()
         if name in needs and name not in found:
@@ -57,7 +58,7 @@ def _uses(wanted: Iterable[str], needs: dict[str, set[str]], name: str) -> bool:
 
 
 def _united(imports: list[str], wanted: set[str], needs: dict[str, set[str]]) -> str:
-    """The imports that the wanted code uses, without duplicates."""
+    """Return the imports that the wanted code uses, without duplicates."""
     lines = set[str]()
     for statement in ast.parse("\n".join(imports)).body:
         start = f"from {statement.module} import" if isinstance(statement, ast.ImportFrom) else "import"

@@ -1,15 +1,14 @@
 """A model as one flat vector: its trained parameters are views into it.
 
-The methods do all of their mathematics on these vectors of size d; the module only runs the network.
+Methods compute with these vectors of size d; the module only runs the network.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,97 +16,30 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from fedflat.errors import RecipeError
-from fedflat.models.blocks import Activation, AttentionOutput
+from fedflat.models.layout import Layout
 from fedflat.models.outputs import plain_output, take_logits
-
-ACTIVATIONS = (nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid, Activation)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Maps each named tensor to a slice of the flat vector: in model order, C order, without gaps.
-
-    >>> layout = Layout.of(nn.Linear(2, 3).named_parameters())
-    >>> layout.size, layout.slices["bias"]
-    (9, slice(6, 9, None))
-    """
-
-    shapes: Mapping[str, torch.Size]
-
-    @classmethod
-    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> Layout:
-        return cls({name: tensor.shape for name, tensor in tensors})
-
-    @cached_property
-    def slices(self) -> dict[str, slice]:
-        ends, end = {}, 0
-        for name, shape in self.shapes.items():
-            ends[name] = slice(end, end + shape.numel())
-            end += shape.numel()
-        return ends
-
-    @cached_property
-    def size(self) -> int:
-        return sum(shape.numel() for shape in self.shapes.values())
-
-    def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return the named tensors inside a vector; they share its memory."""
-        return {name: vector[part].view(self.shapes[name]) for name, part in self.slices.items()}
-
-    def mask(self, chosen: Callable[[str], bool]) -> Tensor:
-        """Return a boolean vector that is true in the tensors whose names are chosen."""
-        return torch.cat([torch.full((shape.numel(),), chosen(name)) for name, shape in self.shapes.items()])
-
-    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return a vector with copies of the named tensors."""
-        return torch.cat([tensors[name].detach().reshape(-1) for name in self.shapes])
-
-
-@dataclass(frozen=True)
-class Forward:
-    """The results of one pass over a batch: logits, input of the head, hidden activations a and mean(a²)."""
-
-    logits: Tensor
-    features: Tensor | None
-    activations: dict[str, Tensor]
-    squares: dict[str, Tensor]
-
-
-class Watched(torch.autograd.Function):
-    """a ↦ (a, mean(a²)), with the gradient g + 2a/n · s computed in one pass over a.
-
-    Using `a.square().mean()` beside a costs several times as much, in copies of a.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a: Tensor) -> tuple[Tensor, Tensor]:
-        norm = torch.linalg.vector_norm(a, dtype=torch.promote_types(a.dtype, torch.float32))
-        return a.view_as(a), norm.square() / a.numel()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, s: Tensor) -> Tensor:
-        (a,) = ctx.saved_tensors
-        return torch.addcmul(g, a, s * (2 / a.numel()))
+from fedflat.models.tap import Tap, activation_modules
 
 
 class Network:
-    """A module whose trained parameters live in the vector `weights`.
+    """A module whose trained parameters are stored in the vector `weights`.
 
-    A parameter is trained if it has `requires_grad` when the network is made. The others are the *base*: they stay in
-    the module, in the network's precision, and never change. `base_digest` identifies them.
-
-    With `autocast`, passes compute in bfloat16 where torch considers it safe; weights, gradients and logits keep their
-    dtype.
+    A parameter is trained if it has `requires_grad` when the network is created. The others are the *base*: they stay
+    in the module, in the network's precision, and never change. `base_digest` identifies them.
 
     `head` is the slice of the linear layer whose output is the module's output; the rest is the body. The slice is
-    empty if that layer is frozen or shares a parameter with another one. Floating-point buffers (batch-norm statistics)
-    live in the vector `buffers`; integer buffers are counters and masks, which stay with the module.
+    empty if there is no such layer, or if it is frozen or shares a parameter with another one. Floating-point buffers
+    (batch-norm statistics) are stored in the vector `buffers`; integer buffers are counters and masks, which stay in
+    the module.
+
+    Args:
+        module: the module; it is converted in place.
+        dtype: the dtype of weights, gradients and logits.
+        device: the device of the module and the vectors.
+        autocast: whether passes compute in bfloat16 where torch considers it safe.
+
+    Raises:
+        RecipeError: the module has no parameters to train.
 
     >>> module = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> Network(module).size
@@ -161,10 +93,8 @@ class Network:
 
     @torch.no_grad()
     def choose_head(self, sample: Tensor | None) -> None:
-        """Set the head to the linear layer whose output is the model's output for this sample; else the last one."""
+        """Set the head to the linear layer whose output is the model's output for this sample, or to the last one."""
         linear = [(name, m) for name, m in self.module.named_modules() if isinstance(m, nn.Linear)]
-        if not linear:
-            raise RecipeError("model: no nn.Linear found to serve as the head; the last layer must be one")
         if sample is not None:
             outputs: dict[str, Tensor] = {}
             with ExitStack() as hooks:
@@ -176,22 +106,36 @@ class Network:
                 take_logits(self.module)
                 logits = logits.logits
             linear = [entry for entry in linear if outputs.get(entry[0]) is logits] or linear
-        self._use_head(linear[-1][0])
+        self._use_head(linear[-1][0] if linear else None)
 
-    def _use_head(self, name: str) -> None:
-        self._head_name, self.head_module = name, self.module.get_submodule(name)
-        self.head = self._span(name)
+    def _use_head(self, name: str | None) -> None:
+        self._head_name = name
+        self.head = slice(0, 0) if name is None else self._span(name)
+
+    @property
+    def head_module(self) -> nn.Module:
+        """The linear layer whose output is the module's output.
+
+        Raises:
+            RecipeError: the module has no linear layer.
+        """
+        if self._head_name is None:
+            raise RecipeError(
+                "model: this needs a head, and the model has no nn.Linear to serve as one; "
+                "end it in nn.Linear, or take a method that does not look at the head"
+            )
+        return self.module.get_submodule(self._head_name)
 
     def __reduce__(self) -> Any:
-        """Give another process its own vectors: torch would share memory that both could write to."""
+        """Rebuild the vectors in another process; torch would share memory that both processes could write to."""
         device = str(self.weights.device)
         return _revived, (self.module, self.weights.dtype, device, self.autocast, self._head_name)
 
     def reset_counters(self) -> None:
         """Reset the integer buffers, which are neither sent nor kept.
 
-        A single number counts the batches of a client's round and returns to 0. A table, such as a mask, returns to
-        what it was when the network was made.
+        A scalar counts the batches of a client's round and is set to 0. Other buffers, such as masks, get the values
+        that they had when the network was created.
         """
         for buffer, first in self._integers:
             buffer.copy_(first)
@@ -257,7 +201,7 @@ class Network:
         return torch.cat([p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in pairs])
 
     def _span(self, name: str) -> slice:
-        """The slice of a module's trained parameters; empty if it has none, or shares one with another module."""
+        """Return the slice of a module's trained parameters; empty if it has none or shares one with another module."""
         inside = {*self.module.get_submodule(name).modules()}
         shared = {p for m in self.module.modules() if m not in inside for p in m.parameters(recurse=False)}
         slices = [s for n, s in self.layout.slices.items() if n.startswith(f"{name}." if name else "")]
@@ -269,71 +213,19 @@ class Network:
     def listening(self, features: bool = False, activations: bool = False, attention: bool = False) -> Iterator[Tap]:
         """Within this context a pass also records the input of the head, or the output of each activation module.
 
-        With `attention`, the mixed values of each attention count as activations too (`AttentionOutput`).
+        With `attention`, the combined output of each attention's heads counts as an activation (`AttentionOutput`).
         """
         tap = Tap(self.module, self.weights.dtype, self.autocast)
         with ExitStack() as hooks:
             if features:
                 hooks.callback(self.head_module.register_forward_pre_hook(tap.enter_head).remove)
             if activations or attention:
-                for name, module in _activation_modules(self.module, attention):
+                for name, module in activation_modules(self.module, attention):
                     hooks.callback(module.register_forward_hook(tap.leave(name)).remove)
             yield tap
 
 
-class Tap:
-    """Runs a module and keeps what its hooks recorded in that pass."""
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype, autocast: bool) -> None:
-        self._module, self._dtype, self._autocast = module, dtype, autocast
-        self._features: Tensor | None = None
-        self._activations: dict[str, Tensor] = {}
-        self._squares: dict[str, Tensor] = {}
-
-    def __call__(self, inputs: Tensor) -> Forward:
-        self._features, self._activations, self._squares = None, {}, {}
-        logits = self.through(self._module, inputs)
-        return Forward(logits, self._features, self._activations, self._squares)
-
-    def through(self, module: nn.Module, inputs: Tensor) -> Tensor:
-        """Run the module or its head, in the network's precision."""
-        if not self._autocast:
-            output: Tensor = module(inputs)
-            return output
-        with torch.autocast(inputs.device.type, torch.bfloat16):
-            output = module(inputs)
-        return output.to(self._dtype)
-
-    def enter_head(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        self._features = arguments[0]
-
-    def leave(self, name: str) -> Any:
-        def keep(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            # A module that is used twice in one pass has two outputs, and both count.
-            twice = sum(seen == name or seen.startswith(f"{name}#") for seen in self._activations)
-            key = f"{name}#{twice + 1}" if twice else name
-            self._activations[key], self._squares[key] = Watched.apply(output)  # type: ignore[no-untyped-call]
-            return self._activations[key]
-
-        return keep
-
-
-def _activation_modules(module: nn.Module, attention: bool) -> list[tuple[str, nn.Module]]:
-    kinds = (*ACTIVATIONS, AttentionOutput) if attention else ACTIVATIONS
-    found: list[tuple[str, nn.Module]] = [(n, m) for n, m in module.named_modules() if isinstance(m, kinds)]
-    if attention and not any(isinstance(m, AttentionOutput) for _, m in found):
-        raise RecipeError(
-            "model: no attention to look at; a network of your own marks it by fedflat.models.AttentionOutput"
-        )
-    if not found:
-        known = ", ".join(kind.__name__ for kind in ACTIVATIONS)
-        raise RecipeError(
-            f"model: no activation module to look at; use modules such as nn.ReLU ({known}), not functions"
-        )
-    return found
-
-
-def _revived(module: nn.Module, dtype: torch.dtype, device: str, autocast: bool, head: str) -> Network:
+def _revived(module: nn.Module, dtype: torch.dtype, device: str, autocast: bool, head: str | None) -> Network:
     network = Network(module, dtype, device, autocast)
     network._use_head(head)
     return network

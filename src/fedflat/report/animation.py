@@ -42,7 +42,7 @@ def _writer(path: Path) -> Any:
 def draw_animation(films: Mapping[str, Film], path: Path) -> None:
     """Writes the surfaces of all runs side by side, one frame for each round, with one camera and one scale.
 
-    A run without a landscape of a round shows its last one before.
+    If a run has no landscape of a round, the frame shows its latest earlier one.
 
     Args:
         films: the landscapes of each run, by its name.
@@ -71,7 +71,7 @@ def draw_animation(films: Mapping[str, Film], path: Path) -> None:
 
 
 def at(film: Film, round: int) -> Landscape:
-    """The landscape of a round, or the last one before it; the first one if there is none."""
+    """The landscape of a round, or the latest earlier one; if there is none either, the first one."""
     return film.landscapes[max(0, bisect_right(film.rounds, round) - 1)]
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 Record = Mapping[str, Any]
 
@@ -58,12 +60,88 @@ class RoundProgress:
             self._bar.stop()
 
 
+NARROWEST = 12  # characters that a column of texts keeps at least
+
+
+def fitted(table: Table, width: int) -> Table | Group:
+    """The table with whole numbers and folded texts or, if that is wider than `width`, a list of its rows.
+
+    Columns that are aligned to the right hold numbers, which must never be cut: `0.44…` can be anything.
+    """
+    numbers = [column for column in table.columns if column.justify == "right"]
+    for column in table.columns:
+        column.overflow, column.no_wrap = "fold", column in numbers
+    if _needed(table) > width:
+        for column in numbers:
+            column.header = _plain(column.header).replace(" ", "\n")
+    return table if _needed(table) <= width else _listed(table, width)
+
+
+def _needed(table: Table) -> int:
+    """The narrowest form of a table: its columns, a margin on both sides of each, and the lines between."""
+    widths = []
+    for column in table.columns:
+        lines = (line for text in (column.header, *column.cells) for line in _plain(text).split("\n"))
+        widest = max(map(cell_len, lines))
+        widths.append(widest if column.no_wrap else min(widest, NARROWEST))
+    return sum(widths) + 3 * len(widths) + 1
+
+
+def _listed(table: Table, width: int) -> Group:
+    """Each row of the table as a list of names and values. Names take half of the width at most.
+
+    If the first column has no name, its cells are the headings of the lists.
+    """
+    heads = [" ".join(_plain(column.header).split()) for column in table.columns]
+    rows: list[Text | Table] = [Text(_plain(table.title), "italic")] if table.title else []
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        listed = Table.grid(padding=(0, 2))
+        listed.add_column(overflow="fold", max_width=width // 2)
+        listed.add_column(overflow="fold")
+        headed = not heads[0]
+        for head, cell in list(zip(heads, cells, strict=True))[headed:]:
+            listed.add_row(head, cell)
+        rows += [*([Text(_plain(cells[0]), "bold")] if headed else []), listed, Text()]
+    return Group(*rows)
+
+
+def _plain(text: Any) -> str:
+    return text.plain if isinstance(text, Text) else Text.from_markup(str(text or "")).plain
+
+
 def troubles(record: Record, most: int = 3) -> list[str]:
     """Lines about the clients that a round refused, and whether the round was skipped."""
     refused = [f"client {r['client']} refused: {r['reason']}: {r['detail']}" for r in record.get("refused", ())]
     more = [f"and {len(refused) - most} more"] if len(refused) > most else []
     skipped = ["skipped: too few clients were accepted"] if record.get("skipped") else []
     return [f"round {record['round']}: {line}" for line in refused[:most] + more + skipped]
+
+
+def _trained(summary: Record) -> str:
+    return f"{summary['parameters_trained']:,} of {summary['parameters']:,}"
+
+
+def _megabytes(*names: str) -> Callable[[Record], str]:
+    """Sums numbers of a summary, with three digits at least."""
+
+    def shown(summary: Record) -> str:
+        if any(name not in summary for name in names):
+            return "–"
+        size = sum(summary[name] for name in names) / 1e6
+        return f"{size:,.1f}" if size >= 10 or not size else f"{size:.3g}"
+
+    return shown
+
+
+SENT = {"MB sent": _megabytes("bytes_down", "bytes_up")}
+# Quantities that frozen weights make smaller. A client keeps the vectors of its method between rounds.
+FROZEN = {
+    "trained": _trained,
+    "MB down": _megabytes("bytes_down"),
+    "MB up": _megabytes("bytes_up"),
+    "MB kept by a client": _megabytes("bytes_kept"),
+    "MB of a checkpoint": _megabytes("bytes_checkpoint"),
+}
 
 
 def comparison(
@@ -78,18 +156,16 @@ def comparison(
     """
     table = Table(title=f"{metric} of the global model on the {samples} samples", title_justify="left")
     frozen = any(summary.get("parameters_trained") != summary.get("parameters") for _, _, summary in results)
-    trained = ("trained",) if frozen else ()
-    for name in ("method", "last", "best", "last 10", "consistency", *trained, "MB sent", "seconds"):
+    columns = FROZEN if frozen else SENT
+    for name in ("method", "last", "best", "last 10", "consistency", *columns, "seconds"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for method, history, summary in results:
         shown = (summary.get(f"{metric}_{name}") for name in ("last", "best", "mean_of_last_10"))
-        traffic = (summary["bytes_down"] + summary["bytes_up"]) / 1e6
         table.add_row(
             method,
             *("–" if value is None else f"{value:.4f}" for value in shown),
             "–" if (value := history[-1].get("consistency")) is None else f"{value:.3g}",
-            *(f"{summary['parameters_trained']:,} of {summary['parameters']:,}" for _ in trained),
-            f"{traffic:.1f}",
+            *(column(summary) for column in columns.values()),
             f"{summary['seconds']:.1f}",
         )
     return table

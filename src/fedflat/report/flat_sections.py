@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-from scipy.stats import t as student
-
-from fedflat.flatness import Landscape
+from fedflat.flatness import Landscape, Measurement, paired_differences, student
 from fedflat.report import figures
 from fedflat.report.flatness_table import duality_columns, flatness_cells, headline
 from fedflat.report.geometry_table import locality_cells
@@ -32,13 +29,18 @@ def glance(content: Content, _: Canvas, __: int) -> Section | None:
     shown = table("Flatness at a glance", ("line", *HEAD.values()), rows, [*found])
     most = max(map(len, found.values()))
     samples = next(row["samples"] for rows in content.flatness.values() for row in rows.values())
-    note = f"Accuracy of the global model; λ₁ and trace of the Hessian of the loss over {samples} training samples. "
+    note = (
+        "Around a flat minimum the loss rises slowly in all directions: λ₁, the largest curvature, and the trace, the "
+    )
+    note += (
+        f"sum of all, are small. Hessian of the loss over {samples} training samples; accuracy of the global model. "
+    )
     if most > 1:
         note += f"Mean over {most} seeds ± half of the 95 % interval (Student's t)."
     else:
         note += "One seed: the interval of the trace is that of its estimate, and there are none over seeds."
-    note += " A smaller λ₁ is flatter, but only the adaptive sharpness stays the same when layers are rescaled."
-    return section("glance", "Flatness at a glance", note, shown)
+    note += " Only the adaptive sharpness stays the same when layers are rescaled."
+    return section("glance", "Flatness at a glance", note, shown, _differences(content))
 
 
 def _by_seed(content: Content, place: int) -> dict[int, dict[str, float]]:
@@ -61,13 +63,13 @@ def _over_seeds(found: BY_SEED, name: str, rows: Mapping[int, Row]) -> str:
 
 
 def _interval(values: Sequence[float]) -> str:
-    """The mean ± t s/√n, the half of the 95 % interval.
+    """The mean ± half the width of its 95 % interval.
 
     >>> _interval([-1.0, -2.0, -3.0])
     '−2.0 ± 2.5'
     """
-    half = float(student.ppf(0.975, len(values) - 1)) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return _within(float(np.mean(values)), half)
+    found = student(values)
+    return _within(found.mean, found.high - found.mean)
 
 
 def _within(value: float, half: float) -> str:
@@ -82,16 +84,19 @@ def _within(value: float, half: float) -> str:
 
 def _differences(content: Content) -> str:
     """The differences from the first line over the seeds that both have, seed by seed."""
-    (first, base), *others = ((k, _by_seed(content, k)) for k in content.flatness)
-    rows, places = [], []
-    for place, each in others:
-        common = [seed for seed in each if seed in base]
-        if len(common) > 1:
-            cells = (_interval([each[seed][name] - base[seed][name] for seed in common]) for name in HEAD)
-            rows.append((f"{content.name(place)} − {content.name(first)}", *cells))
-            places.append(place)
+    first, *others = content.flatness
+    measured = [
+        Measurement(str(k), seed, each) for k in content.flatness for seed, each in _by_seed(content, k).items()
+    ]
+    found = {(each.method, each.measure): each for each in paired_differences(measured)} if others else {}
+    rows = {}
+    for place in others:
+        cells = [found[str(place), name] for name in HEAD]
+        if any(len(each.seeds) > 1 for each in cells):
+            told = (_within(each.mean, each.high - each.mean) if len(each.seeds) > 1 else "–" for each in cells)
+            rows[place] = (f"{content.name(place)} − {content.name(first)}", *told)
     title = "Paired differences, seed by seed"
-    return heading(title) + table(title, ("lines", *HEAD.values()), rows, places) if rows else ""
+    return heading(title) + table(title, ("lines", *HEAD.values()), [*rows.values()], [*rows]) if rows else ""
 
 
 def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
@@ -113,7 +118,7 @@ def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
         )
     )
     note = "The first seed of each line; mean loss over training samples in evaluation mode. Intervals are of 95 %."
-    blocks = [_differences(content), heading("All measures"), _beside("Flatness", columns), grid(plots)]
+    blocks = [heading("All measures"), _beside("Flatness", columns), grid(plots)]
     local = {content.name(k): locality_cells(each.locality) for k, each in content.measured.items() if each.locality}
     if local:
         blocks += [heading("Local against global flatness"), _beside("Local against global flatness", local)]
@@ -149,8 +154,9 @@ def landscapes(content: Content, canvas: Canvas, _: int) -> Section | None:
         if along := {content.name(k): (k, each) for k, each in last.items() if len(each.axes) == 1}:
             blocks.append(grid([canvas.plot(figures.crossing(along), "Along one direction", "the loss")]))
         rows = [(content.name(k), f"{each.centre:.4g}", f"{each.rise:.4g}") for k, each in last.items()]
-        blocks.append(table("Loss", ("line", "at the minimum", "largest rise"), rows, [*found]))
-    note = "All lines share one scale for steps, heights and colours, so a minimum that looks flatter is flatter"
+        blocks.append(table("Loss", ("line", "loss of the last model", "largest rise around it"), rows, [*found]))
+    note = "The height is the loss after steps α and β from the model along two directions of weight space. All lines "
+    note += "share one scale for steps, heights and colours, so a minimum that looks flatter is flatter"
     note += ", but where heights are logarithmic a deep minimum looks narrow." if logarithmic else "."
     return section("landscapes", "The loss around the minima", note, *blocks)
 
@@ -165,7 +171,7 @@ def _title(plane: str) -> str:
 
 
 def trajectories(content: Content, canvas: Canvas, _: int) -> Section | None:
-    """The way of each line's first seed through weight space."""
+    """The trajectory of each line's first seed through weight space."""
     plots = [
         canvas.plot(figures.trajectory(each), content.name(k), "rounds and clients over the loss of a plane", k)
         for k, each in content.trajectories.items()

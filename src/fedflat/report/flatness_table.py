@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import PurePath
 from typing import Any
 
 from rich.table import Table
 
 from fedflat.flatness import Direction, Duality, Landscape, Pairing
+from fedflat.runs import bare_method
 
 ENDS = ("error", "low", "high")
 PRODUCTS = {"ggn": "Gauss–Newton", "fisher": "Fisher"}
@@ -21,7 +24,23 @@ def flatness_table(rows: Sequence[Mapping[str, Any]], measured: str) -> Table:
         rows: the flatness record of each run.
         measured: the title, which says what was measured.
     """
-    return side_by_side(measured, {f"{row['run']}\n{bare(row['method'])}": flatness_cells(row) for row in rows})
+    names = short_names([str(row["run"]) for row in rows])
+    heads = [f"{name}\n{bare_method(row['method'])}" for name, row in zip(names, rows, strict=True)]
+    return side_by_side(measured, dict(zip(heads, map(flatness_cells, rows), strict=True)))
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """The paths without the folders that all of them share.
+
+    >>> short_names(["runs/demo/fedavg-seed-0", "runs/demo/fedsam-seed-0"]), short_names(["runs/0001"])
+    (['fedavg-seed-0', 'fedsam-seed-0'], ['runs/0001'])
+    """
+    parts = [PurePath(path).parts for path in paths]
+    if len(set(parts)) == 1:
+        return list(paths)
+    levels = zip(*(each[:-1] for each in parts), strict=False)
+    shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, levels))
+    return [str(PurePath(*each[shared:])) for each in parts]
 
 
 def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
@@ -56,10 +75,11 @@ def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def headline(row: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
-    """λ₁, the trace and the scale-invariant adaptive sharpness of one run; the trace with half of its 95 % interval."""
+    """λ₁, trace and scale-invariant adaptive sharpness of a run; the trace with half the width of its 95 % interval."""
     spectrum = row["spectrum"]
     trace = spectrum["trace"]
-    half = (float(trace["high"]) - float(trace["low"])) / 2 if "high" in trace else 2 * float(trace["error"])
+    ends = [trace.get(end) for end in ("low", "high")]  # null in a file if there is no interval
+    half = 2 * float(trace["error"]) if "high" not in trace else None if None in ends else (ends[1] - ends[0]) / 2
     return {
         "lambda1": (float(spectrum["eigenvalues"][0]), None),
         "trace": (float(trace["mean"]), half),
@@ -68,18 +88,20 @@ def headline(row: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
 
 
 def _estimate(trace: Mapping[str, Any]) -> str:
-    """The trace with its interval. Records of fedflat 0.1 have a standard error alone."""
+    """The trace with its interval. Records of fedflat 0.1 have only a standard error."""
     if "low" not in trace:
         return f"{trace['mean']:.4g} ± {trace['error']:.2g}"
     return estimate(trace["mean"], trace["low"], trace["high"])
 
 
-def estimate(mean: float, low: float, high: float, digits: int = 4) -> str:
-    """A mean with its 95 % interval.
+def estimate(mean: float, low: float | None, high: float | None, digits: int = 4) -> str:
+    """A mean with its 95 % interval, if there is one.
 
-    >>> estimate(12.345, 11.0, 13.0)
-    '12.35 [11, 13]'
+    >>> estimate(12.345, 11.0, 13.0), estimate(12.345, math.nan, math.nan)
+    ('12.35 [11, 13]', '12.35')
     """
+    if low is None or high is None or math.isnan(low + high):
+        return f"{mean:.{digits}g}"
     return f"{mean:.{digits}g} [{low:.{digits}g}, {high:.{digits}g}]"
 
 
@@ -148,11 +170,6 @@ def duality_cells(each: Duality, found: Pairing) -> dict[str, str]:
         "pairs (left out)": f"{found.pairs} ({found.skipped})",
         "directions (that carry it)": f"{len(found.contribution)} ({found.participation:.1f})",
     }
-
-
-def bare(method: str) -> str:
-    """The name of a method without its options."""
-    return re.sub(r"\(.*?\)", "", str(method))
 
 
 def side_by_side(title: str, columns: Mapping[str, Mapping[str, str]]) -> Table:

@@ -65,7 +65,7 @@ def _client(each: ClientFlatness, whole: float) -> list[str]:
 
 
 def difference_table(found: Sequence[Difference], title: str) -> Table:
-    """The paired differences of each method to the reference, a row for each measure."""
+    """The paired differences of each method from the reference, with one row for each measure."""
     methods = dict.fromkeys(each.method for each in found)
     columns = {
         f"{method}\n− {found[0].reference}": {each.measure: told(each) for each in found if each.method == method}

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedflat.errors import RunError
+from fedflat.files import read_whole
 from fedflat.recipe import Recipe
-from fedflat.report.flatness_table import bare
 from fedflat.rounds import flat_record
-from fedflat.runs import Record, read_recipe, read_record, read_whole
+from fedflat.runs import Record, Result, read_recipe, read_record, summary
 
+Source = str | PathLike[str] | Result
 Settings = dict[str, Any]
 MOST_NAMED = 3  # maximum number of settings in a line's name
 # These settings follow from the data set, so its name is enough.
@@ -47,6 +50,13 @@ class Run:
         """The values of a metric by round, for the rounds that recorded it."""
         flat = map(flat_record, self.history)
         return {record["round"]: record[metric] for record in flat if record.get(metric) is not None}
+
+    def summary(self, target: float | None = None) -> Record:
+        """The summary of the run, with the rounds to a target value of its metric."""
+        if target is None:
+            return summary(self.history, self.recipe)
+        evaluation = self.recipe.evaluation.model_copy(update={"target": target})
+        return summary(self.history, self.recipe.model_copy(update={"evaluation": evaluation}))
 
 
 @dataclass(frozen=True)
@@ -90,16 +100,25 @@ class Line:
         return self.runs[0].recipe
 
 
-def read_lines(paths: Sequence[Path]) -> list[Line]:
-    """Reads the runs in these directories and groups them into lines, in the given order.
+def read_runs(sources: Iterable[Source]) -> list[Run]:
+    """Reads the runs of directories (of one or several runs) and of results, in the given order without duplicates."""
+    found: dict[Path | int, Run | Path] = {}
+    for source in sources:
+        if isinstance(source, Result):
+            found[id(source)] = Run(source.directory or Path("in memory"), source.recipe, source.history)
+            continue
+        for path in runs_in(Path(source)):
+            found.setdefault(path.resolve(), path)
+    return [each if isinstance(each, Run) else read_run(each) for each in found.values()]
+
+
+def read_lines(sources: Iterable[Source]) -> list[Line]:
+    """Reads runs and groups those that differ only in the seed into lines, in the given order.
 
     Args:
-        paths: directories of runs, or directories that contain several runs.
+        sources: directories of runs or of several runs, or results of `train`.
     """
-    found: dict[Path, Path] = {}
-    for path in (path for given in paths for path in _runs_in(given)):
-        found.setdefault(path.resolve(), path)
-    runs = [read_run(path) for path in found.values()]
+    runs = read_runs(sources)
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
@@ -107,7 +126,8 @@ def read_lines(paths: Sequence[Path]) -> list[Line]:
     return [Line(name, group) for name, group in zip(_names(ordered), ordered, strict=True)]
 
 
-def _runs_in(path: Path) -> list[Path]:
+def runs_in(path: Path) -> list[Path]:
+    """The directories of runs in a directory, or the directory itself if it is a run."""
     if (path / "recipe.toml").is_file() or not path.is_dir():
         return [path]
     found = {recipe.parent for recipe in path.rglob("recipe.toml")}
@@ -140,16 +160,41 @@ def differing(settings: Sequence[Settings]) -> list[str]:
 def _names(groups: Sequence[tuple[Run, ...]]) -> list[str]:
     """A short name for each line: its method, with options if needed, and other settings that distinguish it."""
     settings = [runs[0].settings for runs in groups]
-    methods = {each["method"] for each in settings}
-    short = len({bare(method) for method in methods}) == len(methods)
+    short = short_methods({each["method"] for each in settings})
     others = [name for name in differing(settings) if name != "method" and name not in IMPLIED][:MOST_NAMED]
-    names = [
-        ", ".join([bare(each["method"]) if short else each["method"], *(f"{o}={each.get(o)}" for o in others)])
-        for each in settings
-    ]
+    names = [", ".join([short[each["method"]], *(f"{o}={each.get(o)}" for o in others)]) for each in settings]
     return [
         name if names.count(name) == 1 else f"{name} ({runs[0].path})" for name, runs in zip(names, groups, strict=True)
     ]
+
+
+CALL = re.compile(r"([\w.:-]+)\(([^()]*)\)")
+
+
+def short_methods(methods: Collection[str]) -> dict[str, str]:
+    """A short text for each method, without the options that all of them share.
+
+    >>> list(short_methods(["fedavg", "man(zeta=0.1, layers='all')", "man(zeta=0.2, layers='all')"]).values())
+    ['fedavg', 'man(zeta=0.1)', 'man(zeta=0.2)']
+    """
+    seen: dict[str, set[str]] = {}
+    for method in methods:
+        for part, options in CALL.findall(method):
+            seen.setdefault(part, set()).update(options.split(", "))
+    names = {option.partition("=")[0] for options in seen.values() for option in options}
+    vary = {
+        (part, name)
+        for part, options in seen.items()
+        for name in names
+        if len({option for option in options if option.partition("=")[0] == name}) > 1
+    }
+
+    def told(call: re.Match[str]) -> str:
+        kept = [option for option in call[2].split(", ") if (call[1], option.partition("=")[0]) in vary]
+        return call[1] + (f"({', '.join(kept)})" if kept else "")
+
+    short = {method: CALL.sub(told, method) for method in methods}
+    return short if len({*short.values()}) == len({*methods}) else {method: method for method in methods}
 
 
 def thinned(count: int, most: int) -> list[int]:

@@ -103,7 +103,7 @@ def form_button() -> str:
 
 
 def film_control(rounds: Sequence[int], plots: str, button: str = "") -> str:
-    """The plots of a film below a slider for its rounds and one more button, without the slider for a single round."""
+    """The plots of a film below a slider for its rounds and an extra button. A single round has no slider."""
     if len(rounds) < 2:
         return (f"<p>{button}</p>" if button else "") + plots
     last = len(rounds) - 1

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fedflat.errors import FedflatError, RunError
+from fedflat.files import read_whole
 from fedflat.flatness import (
     Duality,
     Film,
@@ -33,12 +34,12 @@ from fedflat.flatness import (
 from fedflat.recipe import Recipe
 from fedflat.report.flatness_table import flatness_cells, headline
 from fedflat.rounds import Problem
-from fedflat.runs import gather, last_lr, load_run, read_whole
+from fedflat.runs import gather, last_lr, load_run
 
 Row = Mapping[str, Any]
 OVER = ", over the rounds"
 SAMPLES, PRODUCTS, POINTS, PAIRS, TWINS = 500, 16, 15, 300, 2000
-MOST_CLIENTS = 20  # of a federation whose local models are measured, one Lanczos run each
+MOST_CLIENTS = 20  # maximum number for which the local models are measured, with one Lanczos run each
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _locality(problem: Problem) -> Locality | None:
 def landscapes(run: Path) -> Mapping[str, Film]:
     """The landscapes of a run by plane, except those without any finite value.
 
-    Those of `fedflat animate` have a frame for each round, and `OVER` behind the name of their plane; those of
+    Those of `fedflat animate` have a frame for each round, and `OVER` after the name of their plane; those of
     `fedflat landscape` have only one.
     """
     single = {file.stem.removeprefix("landscape-"): file for file in sorted(run.glob("landscape-*.npz"))}
@@ -129,12 +130,10 @@ def recorded_trajectory(run: Path) -> Trajectory | None:
     return Trajectory.load(path) if path.is_file() else None
 
 
-def split_counts(recipe: Recipe) -> list[list[int]] | str:
+def split_counts(recipe: Recipe, run: Path) -> list[list[int]] | str:
     """Sample counts (clients × classes) of a recipe's split, or a sentence that says why they are not available."""
-    if recipe.split.name == "given":
-        return "The federation was made in Python, so its split is not in the run's directory."
     try:
-        federation = gather(recipe)
+        federation = gather(recipe, run)
     except FedflatError as error:
         return f"The split cannot be drawn here: {error}."
     if federation.dataset.train.labels.is_floating_point():

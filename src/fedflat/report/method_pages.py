@@ -6,14 +6,16 @@ python -m fedflat.report.method_pages docs/methods
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedflat.methods import CATALOGUE, explain
+from fedflat.report.method_runs import Studied, section, studied
 
 
-def page(facts: dict[str, Any]) -> str:
-    """The page of one method: idea, command, the docstrings of its parts, options and cost."""
+def page(facts: dict[str, Any], runs: Sequence[Studied] = ()) -> str:
+    """The page of one method: idea, command, the docstrings of its parts, options, cost and its runs."""
     cost = facts["cost"]
     lines = [
         f"# {facts['name']}",
@@ -25,7 +27,8 @@ def page(facts: dict[str, Any]) -> str:
         f'In Python: `fedflat.train(federation, model, "{facts["name"]}")`. Its parts:',
     ]
     for part in facts["parts"]:
-        lines += ["", f"## `{part['part']}`", "", part["text"]]
+        name, _, options = part["part"].partition("(")
+        lines += ["", f"## {name}", "", *([f"`{name}({options}`", ""] if options.strip(")") else []), part["text"]]
     if not facts["parts"]:
         lines += ["", "None: this is the plain round, w ← w + mean Δᵢ after local SGD."]
     if facts["options"]:
@@ -41,6 +44,7 @@ def page(facts: dict[str, Any]) -> str:
         "",
         "The first four in model sizes.",
         "",
+        *section(facts["name"], runs),
     ]
     return "\n".join(lines)
 
@@ -54,7 +58,8 @@ def index() -> str:
 
 def pages() -> dict[str, str]:
     """The content of all files, by file name."""
-    return {"README.md": index(), **{f"{name}.md": page(explain(name)) for name in CATALOGUE}}
+    runs = studied()
+    return {"README.md": index(), **{f"{name}.md": page(explain(name), runs) for name in CATALOGUE}}
 
 
 if __name__ == "__main__":

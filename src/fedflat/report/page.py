@@ -86,11 +86,12 @@ def _trajectories(lines: Sequence[Line]) -> Mapping[int, Trajectory]:
 
 def _splits(lines: Sequence[Line]) -> Mapping[str, Counts | str]:
     """The split of the first seed of each line. Lines with the same split settings share one entry."""
-    recipes: dict[str, Recipe] = {}
-    for recipe in (line.recipe for line in lines):
-        options = ", ".join(f"{name} {value}" for name, value in recipe.split.options().items())
-        recipes.setdefault(f"{recipe.data.name}, {recipe.split.name} {options}", recipe)
-    return {title: split_counts(recipe) for title, recipe in [*recipes.items()][:MOST_SPLITS]}
+    found: dict[str, tuple[Recipe, Path]] = {}
+    for line in lines:
+        split = line.recipe.split
+        options = ", ".join(f"{name} {value}" for name, value in split.options().items())
+        found.setdefault(f"{line.recipe.data.name}, {split.name} {options}", (line.recipe, line.runs[0].path))
+    return {title: split_counts(*each) for title, each in [*found.items()][:MOST_SPLITS]}
 
 
 def _landscapes(lines: Sequence[Line]) -> Mapping[str, Mapping[int, Film]]:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from fedflat.flatness import Film, Interpolation, ScaleTest, Trajectory
 from fedflat.report.flatness_table import titled_table
+from fedflat.shown import Shown, written
 
 
 def path_table(found: Mapping[str, Interpolation], measured: str) -> Table:
@@ -28,14 +29,15 @@ def path_table(found: Mapping[str, Interpolation], measured: str) -> Table:
 def trajectory_table(found: Trajectory, measured: str) -> Table:
     """The coordinates of the global models and of one round's clients, with their distances from the plane."""
     share = "" if found.shares[0] != found.shares[0] else " ({:.0%} and {:.0%} of the variance)".format(*found.shares)
-    table = titled_table(f"{measured}{share}", ("model", "x", "y", "distance from the plane", "loss"))
-    for round, (x, y), off, loss in zip(found.rounds, found.path, found.off, found.losses, strict=True):
-        table.add_row(f"round {round}", f"{x:.4g}", f"{y:.4g}", f"{off:.3g}", f"{loss:.4g}")
-    for client, (x, y), off in zip(found.clients, found.clients_path, found.clients_off, strict=True):
-        table.add_row(f"client {client}, round {found.local_round}", f"{x:.4g}", f"{y:.4g}", f"{off:.3g}", "")
-    if found.local_round:
-        x, y = found.ends[1]
-        table.add_row(f"average, round {found.local_round}", f"{x:.4g}", f"{y:.4g}", "", "")
+    return _written(found, f"{measured}{share}")
+
+
+def _written(found: Shown, title: str) -> Table:
+    """The rows of a result as a table of the terminal."""
+    rows = [*found.rows()]
+    table = titled_table(title, [*rows[0]])
+    for row in rows:
+        table.add_row(*(written(row.get(name)) for name in rows[0]))
     return table
 
 
@@ -51,16 +53,4 @@ def film_table(found: Mapping[str, Film], measured: str) -> Table:
 
 def scale_table(found: ScaleTest, measured: str) -> Table:
     """Both models side by side, with the ratio of each number."""
-    names = {
-        "loss": "loss",
-        "adaptive_sharpness": "sharpness, adaptive (scale-invariant)",
-        "top_eigenvalue": "λ1",
-        "ascent_sharpness": "sharpness, one ascent",
-        "weight_norm": "‖w‖",
-    }
-    table = titled_table(measured, ("", "as trained", f"rescaled by {found.factor:g}", "ratio"))
-    for name, title in names.items():
-        old, new = getattr(found.before, name), getattr(found.after, name)
-        table.add_row(title, f"{old:.5g}", f"{new:.5g}", f"{new / old:.5g}" if old else "–")
-    table.add_row("largest change of an output", "", f"{found.outputs:.1e}", "")
-    return table
+    return _written(found, measured)

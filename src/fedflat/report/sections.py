@@ -12,7 +12,6 @@ from fedflat.report import figures
 from fedflat.report.lines import Band, Line, differing
 from fedflat.report.markup import Canvas, Section, copied, fold, grid, heading, paragraph, section, table
 from fedflat.report.measured import Measured, Row
-from fedflat.runs import summary
 
 Counts = Sequence[Sequence[int]]
 # Further curves: title, axis label, and whether the scale is logarithmic.
@@ -112,7 +111,7 @@ def results(content: Content, _: Canvas, __: int) -> Section | None:
         "ε": ("epsilon", "{:.3g}".format),
         "seconds": ("seconds", "{:.4g}".format),
     }
-    found = [[_summary(run, content.target) for run in line.runs] for line in content.lines]
+    found = [[run.summary(content.target) for run in line.runs] for line in content.lines]
     kept = {title: how for title, how in columns.items() if any(how[0] in each for line in found for each in line)}
     rows = [
         (line.name, *(_spread([each.get(name) for each in runs], form) for name, form in kept.values()))
@@ -122,11 +121,6 @@ def results(content: Content, _: Canvas, __: int) -> Section | None:
     goal = f" Target: {metric} {content.target:g}." if content.target is not None else ""
     note = f"The global model on the {' or '.join(sorted(on))} samples; mean over seeds (lowest – highest).{goal}"
     return section("results", "Results", note, table("Results", ("line", *kept), rows, range(len(rows))))
-
-
-def _summary(run: Any, target: float | None) -> dict[str, Any]:
-    evaluation = run.recipe.evaluation.model_copy(update={"target": target})
-    return summary(run.history, run.recipe.model_copy(update={"evaluation": evaluation}))
 
 
 def _spread(values: Sequence[float | None], form: Callable[[float], str]) -> str:

@@ -1,16 +1,23 @@
-"""Text tables and their output as terminal text, Markdown, LaTeX or HTML."""
+"""Text tables and their output as terminal text, Markdown, LaTeX, CSV or HTML."""
 
 from __future__ import annotations
 
+import csv
 import html
 import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from os import PathLike
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from fedflat.errors import RecipeError, literal, nearest, visible
+from fedflat.files import write_whole, written_to
+from fedflat.report.display import fitted
 
 
 @dataclass(frozen=True)
@@ -19,19 +26,69 @@ class Cell:
 
     text: str
     bold: bool = False
+    mark: str = ""  # after the number, never bold
 
 
 @dataclass
 class Sheet:
     """A table with column heads on several levels, lines grouped into blocks, and notes below it.
 
-    A line is (block name, line name, cells).
+    A line is (block name, line name, cells). If no line has one of these names, it has no column; `corner` is above
+    them. A notebook shows the table as HTML.
     """
 
     title: str
     heads: list[list[str]]
     blocks: list[list[tuple[str, str, list[Cell]]]]
     notes: list[str] = field(default_factory=list)
+    corner: tuple[str, str] = ("", "")
+
+    def __repr__(self) -> str:
+        return terminal(self)
+
+    def _repr_html_(self) -> str:
+        return page(self)
+
+    def write(self, form: str = "terminal") -> str:
+        """The table as text: terminal, markdown, latex, csv or html. Raises `RecipeError` for another form."""
+        if form not in FORMS:
+            raise RecipeError(f"table: there is no form {form!r}; {nearest(form, FORMS)}")
+        return FORMS[form](self)
+
+    def save(self, path: str | PathLike[str], form: str | None = None) -> None:
+        """Writes the table to a file.
+
+        Args:
+            path: the file; its ending (.tex, .md, .csv, .html, .txt) sets the form, unless `form` is given.
+            form: terminal, markdown, latex, csv or html.
+
+        Raises:
+            RecipeError: neither the form nor the ending is known.
+            RunError: the file cannot be written.
+        """
+        file = Path(path)
+        if form is None and file.suffix not in ENDINGS:
+            raise RecipeError(f"{file}: its ending tells no form of a table; give .tex, .md, .csv, .html or .txt")
+        text = self.write(form or ENDINGS[file.suffix])
+        with written_to(file, "choose another file"):
+            write_whole(file, text.encode(), public=True)
+
+    def led(self, name: str, kind: str) -> list[str]:
+        """The cells before the numbers: the names of block and line, each only if any line of the table has one."""
+        every = [line[:2] for block in self.blocks for line in block]
+        return [text for k, text in enumerate((name, kind)) if any(line[k] for line in every)]
+
+    def __post_init__(self) -> None:
+        """Keep each text on its line: a line break would end a comment in LaTeX and a row in Markdown."""
+        self.title, self.notes = _line(self.title), [*map(_line, self.notes)]
+        self.heads = [[*map(_line, level)] for level in self.heads]
+        self.blocks = [
+            [
+                (_line(name), _line(kind), [replace(c, text=_line(c.text), mark=_line(c.mark)) for c in cells])
+                for name, kind, cells in block
+            ]
+            for block in self.blocks
+        ]
 
     def joined(self, by: str = " ") -> list[str]:
         """The heads of all levels of each column, joined into one string."""
@@ -42,6 +99,10 @@ class Sheet:
         for block in self.blocks:
             for number, (name, kind, cells) in enumerate(block):
                 yield "" if number else name, kind, cells
+
+
+def _line(text: str) -> str:
+    return visible(text).replace("\n", " ")
 
 
 def spans(heads: Sequence[Sequence[str]]) -> list[list[tuple[str, int]]]:
@@ -63,20 +124,26 @@ def spans(heads: Sequence[Sequence[str]]) -> list[list[tuple[str, int]]]:
 def terminal(sheet: Sheet, width: int = 120, colour: bool = False) -> str:
     """The table as box-drawn text. Bold text needs `colour`."""
     table = Table(title=sheet.title, title_justify="left", show_lines=False)
-    for head in ("", "", *sheet.joined("\n")):
-        table.add_column(Text(head), justify="right" if head else "left")
+    for head in sheet.led(*sheet.corner):
+        table.add_column(Text(head))
+    for head in sheet.joined("\n"):
+        table.add_column(Text(head), justify="right")
     for block in sheet.blocks:
         for number, (name, kind, cells) in enumerate(block):
             # Without this space, a narrow column breaks before the deviation and not inside it.
-            texts = (Text(cell.text.replace("± ", "±"), "bold" if cell.bold else "") for cell in cells)
-            table.add_row(Text("" if number else name), Text(kind), *texts)
+            texts = (Text(_shown(cell).replace("± ", "±"), "bold" if cell.bold else "") for cell in cells)
+            table.add_row(*map(Text, sheet.led("" if number else name, kind)), *texts)
         table.add_section()
     console = Console(file=io.StringIO(), width=width, force_terminal=colour, color_system="auto" if colour else None)
-    console.print(table)
+    console.print(fitted(table, width))
     for note in sheet.notes:
         console.print(Text(f"• {note}"))
     assert isinstance(console.file, io.StringIO)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+
+
+def _shown(cell: Cell) -> str:
+    return cell.text + cell.mark
 
 
 def markdown(sheet: Sheet) -> str:
@@ -86,14 +153,15 @@ def markdown(sheet: Sheet) -> str:
         return f"| {' | '.join(cells)} |\n"
 
     def plain(text: str) -> str:
-        return text.replace("|", "\\|").replace("*", "\\*")
+        return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
 
     def shown(cell: Cell) -> str:
-        return f"**{plain(cell.text)}**" if cell.bold else plain(cell.text)
+        return (f"**{plain(cell.text)}**" if cell.bold else plain(cell.text)) + plain(cell.mark)
 
-    width = len(sheet.heads[0])
-    lines = [row([plain(name), kind, *map(shown, cells)]) for name, kind, cells in sheet.lines()]
-    head = row(["", "", *map(plain, sheet.joined())]) + row(["---", "---", *["---:"] * width])
+    lines = [row([*map(plain, sheet.led(name, kind)), *map(shown, cells)]) for name, kind, cells in sheet.lines()]
+    corner = sheet.led(*sheet.corner)
+    rule = row([*["---"] * len(corner), *["---:"] * len(sheet.heads[0])])
+    head = row([*map(plain, corner), *map(plain, sheet.joined())]) + rule
     return f"**{plain(sheet.title)}**\n\n{head}{''.join(lines)}\n" + "".join(f"- {plain(n)}\n" for n in sheet.notes)
 
 
@@ -111,7 +179,8 @@ def latex(sheet: Sheet) -> str:
         return "".join(LATEX.get(character, character) for character in text)
 
     def shown(cell: Cell) -> str:
-        return rf"\textbf{{{plain(cell.text)}}}" if cell.bold else plain(cell.text)
+        mark = f"$^{{{plain(cell.mark)}}}$" if cell.mark else ""
+        return (rf"\textbf{{{plain(cell.text)}}}" if cell.bold else plain(cell.text)) + mark
 
     def spanned(level: Sequence[tuple[str, int]]) -> list[str]:
         return [rf"\multicolumn{{{n}}}{{c}}{{{plain(head)}}}" if n > 1 else plain(head) for head, n in level]
@@ -121,12 +190,16 @@ def latex(sheet: Sheet) -> str:
 
     blocks = []
     for block in sheet.blocks:
-        names = [plain(block[0][0]), *[""] * (len(block) - 1)]
-        lines = (row([n, plain(kind), *map(shown, cells)]) for n, (_, kind, cells) in zip(names, block, strict=True))
+        names = [block[0][0], *[""] * (len(block) - 1)]
+        leads = [map(plain, sheet.led(name, kind)) for name, (_, kind, _) in zip(names, block, strict=True)]
+        lines = (row([*lead, *map(shown, cells)]) for lead, (_, _, cells) in zip(leads, block, strict=True))
         blocks.append("".join(lines))
-    notes = "".join(f"% {note}\n" for note in (sheet.title, *sheet.notes))
-    heads = "".join(row(["", "", *spanned(level)]) for level in spans(sheet.heads))
-    begin, end = rf"\begin{{tabular}}{{ll{'r' * len(sheet.heads[0])}}}", r"\end{tabular}"
+    notes = "".join(f"% {' '.join(note.split())}\n" for note in (sheet.title, *sheet.notes))
+    corner = [*map(plain, sheet.led(*sheet.corner))]
+    levels = spans(sheet.heads)
+    corners = [[""] * len(corner)] * (len(levels) - 1) + [corner]
+    heads = "".join(row([*lead, *spanned(level)]) for lead, level in zip(corners, levels, strict=True))
+    begin, end = rf"\begin{{tabular}}{{{'l' * len(corner)}{'r' * len(sheet.heads[0])}}}", r"\end{tabular}"
     rules = "\\midrule\n".join(blocks)
     return f"{notes}{begin}\n\\toprule\n{heads}\\midrule\n{rules}\\bottomrule\n{end}\n"
 
@@ -135,21 +208,25 @@ def page(sheet: Sheet) -> str:
     """The table as an HTML fragment without styles."""
 
     def shown(cell: Cell) -> str:
-        text = html.escape(cell.text)
-        return f"<td><strong>{text}</strong></td>" if cell.bold else f"<td>{text}</td>"
+        text, mark = html.escape(cell.text), f"<sup>{html.escape(cell.mark)}</sup>" if cell.mark else ""
+        return f"<td><strong>{text}</strong>{mark}</td>" if cell.bold else f"<td>{text}{mark}</td>"
 
     def head(text: str, columns: int) -> str:
         span = f' colspan="{columns}"' if columns > 1 else ""
         return f'<th scope="col"{span}>{html.escape(text)}</th>'
 
-    levels = ("".join(head(*each) for each in level) for level in spans(sheet.heads))
-    heads = "".join(f"<tr><td></td><td></td>{level}</tr>\n" for level in levels)
+    levels = ["".join(head(*each) for each in level) for level in spans(sheet.heads)]
+    corner = sheet.led(*sheet.corner)
+    corners = [[""] * len(corner)] * (len(levels) - 1) + [corner]
+    empty = ["".join(f"<td>{html.escape(text)}</td>" for text in texts) for texts in corners]
+    heads = "".join(f"<tr>{lead}{level}</tr>\n" for lead, level in zip(empty, levels, strict=True))
     blocks = []
     for block in sheet.blocks:
         lines = []
         for number, (name, kind, cells) in enumerate(block):
-            first = "" if number else f'<th scope="rowgroup" rowspan="{len(block)}">{html.escape(name)}</th>'
-            lines.append(f'<tr>{first}<th scope="row">{html.escape(kind)}</th>{"".join(map(shown, cells))}</tr>\n')
+            group = "" if number else f'<th scope="rowgroup" rowspan="{len(block)}">{html.escape(name)}</th>'
+            lead = sheet.led(group, f'<th scope="row">{html.escape(kind)}</th>')
+            lines.append(f"<tr>{''.join(lead)}{''.join(map(shown, cells))}</tr>\n")
         blocks.append(f"<tbody>\n{''.join(lines)}</tbody>\n")
     caption = f"<caption>{html.escape(sheet.title)}</caption>\n"
     notes = "".join(f"<li>{html.escape(note)}</li>\n" for note in sheet.notes)
@@ -157,9 +234,21 @@ def page(sheet: Sheet) -> str:
     return table + (f"<ul>\n{notes}</ul>\n" if notes else "")
 
 
+def comma_separated(sheet: Sheet) -> str:
+    """The table as CSV, with the heads of all levels in one line and without notes."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(literal, [*sheet.led(*sheet.corner), *sheet.joined()]))
+    for block in sheet.blocks:
+        writer.writerows(map(literal, [*sheet.led(*names), *map(_shown, cells)]) for *names, cells in block)
+    return text.getvalue()
+
+
 FORMS: dict[str, Callable[[Sheet], str]] = {
     "terminal": terminal,
     "markdown": markdown,
     "latex": latex,
+    "csv": comma_separated,
     "html": page,
 }
+ENDINGS = {".txt": "terminal", ".md": "markdown", ".tex": "latex", ".csv": "csv", ".html": "html"}

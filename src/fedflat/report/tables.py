@@ -10,26 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from itertools import product
-from statistics import fmean
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from fedflat.errors import RecipeError, nearest
+from fedflat.report.numbers import Value, best, over_seeds
 from fedflat.report.sheets import Cell, Sheet
-from fedflat.runs import FULL, Row, flattened, load_sweep, mean_and_std, shipped, spelled
+from fedflat.runs import FULL, Row, flattened, load_sweep, shipped, spelled
 
 VALUE = re.compile(r"(?P<mean>\d+(?:\.\d+)?)(?P<more>\+)?(?: ± (?P<std>\d*\.?\d+))?(?P<arrow> [↑↓])?(?P<note> .+)?")
 FOLLOWS = ("data.mean", "data.std")  # these follow from the data set and are not reported as differences
-
-
-@dataclass(frozen=True)
-class Value:
-    """A published or measured number. `text` is how it is shown, with its deviation and marks."""
-
-    mean: float
-    text: str
 
 
 @dataclass(frozen=True)
@@ -113,7 +105,7 @@ def compared(table: Published, rows: Sequence[Row]) -> Sheet:
     Raises:
         RecipeError: the results come from different scales.
     """
-    rows = [row for row in rows if any(_belongs(row, place) for place in _places(table))]
+    given, rows = len(rows), [row for row in rows if any(_belongs(row, place) for place in _places(table))]
     scales = sorted({row["scale"] for row in rows})
     if len(scales) > 1:
         raise RecipeError(f"the results mix the scales {' and '.join(scales)}; give those of one scale at a time")
@@ -133,9 +125,17 @@ def compared(table: Published, rows: Sequence[Row]) -> Sheet:
         blocks.append(lines[1:2] if silent else lines)
     blocks = [lines for lines in blocks if lines]
     heads = [list(level) for level in zip(*(table.columns[j].heads for j in shown), strict=True)]
-    notes = [f"Source: {table.source}", *(settings_notes(table.name, rows) if rows else ()), *table.notes]
+    unmatched = [no_match(table, given)] if given and not rows else []
+    notes = [*unmatched, f"Source: {table.source}", *(settings_notes(table.name, rows) if rows else ()), *table.notes]
     scale = f" (ours at scale {scales[0]})" if scales and scales[0] != FULL else ""
     return Sheet(table.title + scale, heads, blocks, notes)
+
+
+def no_match(table: Published, given: int) -> str:
+    """A sentence that says which grid values a result needs to belong to the table."""
+    place = next(_places(table))
+    example = ", ".join(f"{field} = {spelled(value)}" for field, value in place.items())
+    return f"None of the {given} runs given belongs to this table; a run of it has, for example, {example}."
 
 
 def _places(table: Published) -> Iterator[dict[str, Any]]:
@@ -150,22 +150,10 @@ def _belongs(row: Row, place: Mapping[str, Any]) -> bool:
 def _measured(
     table: Published, row: Axis, column: Axis, rows: Iterable[Row], instead: Mapping[str, Any] | None = None
 ) -> Value | None:
-    """Mean ± deviation of the results of a cell. The deviation is over seeds unless the metric has its own."""
+    """Mean ± deviation of the results of a cell."""
     found = [each for each in rows if _belongs(each, {**row.match, **column.match, **(instead or {})})]
     metric = row.metric or column.metric or table.metric
-    values = [each.get(metric) for each in found]
-    if not found or all(value is None for value in values):
-        never = found and metric == "rounds_to_target"
-        return Value(math.inf, f"{found[0]['asked']['server']['rounds']}+") if never else None
-    factor, digits = row.factor or column.factor or table.factor, _digits(table, row, column)
-    mean, std = mean_and_std(values)
-    if mean is None:
-        reached = [value for value in values if value is not None]
-        return Value(math.inf, f"{fmean(reached):.{digits}f} ({len(reached)} of {len(values)} seeds)")
-    own = [each[f"{metric}_std"] for each in found if each.get(f"{metric}_std") is not None]
-    std = fmean(own) if own else std
-    spread = "" if std is None else f" ± {std * factor:.{digits}f}"
-    return Value(mean * factor, f"{mean * factor:.{digits}f}{spread}")
+    return over_seeds(found, metric, row.factor or column.factor or table.factor, _digits(table, row, column))
 
 
 def _digits(table: Published, row: Axis, column: Axis) -> int:
@@ -188,15 +176,13 @@ def _bold(table: Published, values: Sequence[Sequence[Value | None]]) -> set[tup
     """The positions of the best number of each column within each group of rows."""
     if not table.best:
         return set()
-    best: set[tuple[int, int]] = set()
-    sign = 1 if table.best == "highest" else -1
+    bold: set[tuple[int, int]] = set()
     for group in {row.group for row in table.rows}:
         for j in range(len(table.columns)):
             places = [(i, j) for i, row in enumerate(table.rows) if row.group == group]
             known = {place: value.mean for place in places if (value := values[place[0]][j]) is not None}
-            top = max((sign * mean for mean in known.values()), default=math.inf)
-            best |= {place for place, mean in known.items() if len(known) > 1 and sign * mean == top}
-    return best
+            bold |= best(known, table.best == "highest")
+    return bold
 
 
 def _arrow(table: Published, row: Axis, column: Axis, rows: Sequence[Row]) -> str:
@@ -263,7 +249,7 @@ def summary_table(rows: Sequence[Row], title: str) -> Table:
     for head in (*fields, *shown, "MB", "seconds"):
         table.add_column(head, justify="left" if head in fields else "right")
     for row in rows:
-        places = (Text(spelled(row.get(field, ""))) for field in fields)
+        places = (Text("–" if row.get(field) is None else spelled(row[field])) for field in fields)
         traffic = (row["bytes_up_mean"] + row["bytes_down_mean"]) / 1e6
         numbers = (_pair(row, *column) for column in shown.values())
         table.add_row(*places, *numbers, f"{traffic:.1f}", _pair(row, "seconds", 1))

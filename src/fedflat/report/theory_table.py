@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.table import Table
 
 from fedflat.flatness import BlockCurvature, Curvature, Theory, mean_over, over
-from fedflat.report.flatness_table import bare
+from fedflat.runs import bare_method
 
 Span = tuple[float, float]
 Cell = float | Span | None
@@ -94,7 +94,7 @@ def _span(values: Sequence[float | None]) -> Span | None:
 
 
 def _heads(found: Mapping[str, object], methods: Sequence[str]) -> list[str]:
-    return [f"{run}\n{bare(method)}" for run, method in zip(found, methods, strict=True)]
+    return [f"{run}\n{bare_method(method)}" for run, method in zip(found, methods, strict=True)]
 
 
 def _table(title: str, heads: Sequence[str], columns: Sequence[Mapping[str, Cells]]) -> Table:

@@ -19,6 +19,7 @@ from fedflat.recipe import Recipe
 
 Record = Mapping[str, Any]
 Curve = list[tuple[int, float]]
+TALLEST = 1e300  # largest value that is drawn; the difference of two such values is still finite
 LEVELS = "▁▂▃▄▅▆▇█"
 CURVES = ("loss", "lambda1")  # beside the metric that the recipe follows
 RECENT = 20  # number of rounds that the speed is averaged over
@@ -173,7 +174,8 @@ def line(story: Story) -> str:
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draws a curve as one line of text, scaled from its lowest to its highest value.
 
-    If there are more values than columns, a column shows the median of its values.
+    If there are more values than columns, a column shows the median of its values. NaN and infinity are drawn as
+    very large values.
 
     >>> sparkline([0, 1, 2, 7], 40)
     '▁▂▃█'
@@ -182,7 +184,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """
     columns = max(min(len(values), width), 0)
     edges = [column * len(values) // columns for column in range(columns + 1)] if columns else []
-    heights = [median_low(values[start:stop]) for start, stop in pairwise(edges)]
+    tall = [max(-TALLEST, min(TALLEST, value)) if value == value else TALLEST for value in values]
+    heights = [median_low(tall[start:stop]) for start, stop in pairwise(edges)]
     low, high = min(heights, default=0.0), max(heights, default=0.0)
     if low == high:
         return LEVELS[3] * columns

@@ -2,23 +2,13 @@
 
 from fedflat.rounds.accountant import ledger, ledger_of
 from fedflat.rounds.admission import check_samples, counted_samples, misfit, misfit_memory
-from fedflat.rounds.client import (
-    ABOUT,
-    STAGES,
-    About,
-    Broadcast,
-    Problem,
-    Question,
-    Questions,
-    Refusal,
-    Worker,
-    failure,
-)
+from fedflat.rounds.client import ABOUT, STAGES, About, Question, Questions, Worker, lent_generator
 from fedflat.rounds.cohort import cohort_seed, cohort_size, draw_cohort
-from fedflat.rounds.interface import Engine, chunks, groups, one_thread
+from fedflat.rounds.interface import Engine, chunks, groups, one_thread, unless_seen
 from fedflat.rounds.measures import gradient_norm, margin_loss
 from fedflat.rounds.metrics import Score, bytes_of, flat_record, score
 from fedflat.rounds.server import RoundReport, conduct, first_state, view
+from fedflat.rounds.setup import Broadcast, Problem, Refusal, failure
 from fedflat.rounds.state import ServerState
 from fedflat.rounds.store import ADVICE, FREED, Memory, Scratch, Table, Tables
 
@@ -57,10 +47,12 @@ __all__ = [
     "groups",
     "ledger",
     "ledger_of",
+    "lent_generator",
     "margin_loss",
     "misfit",
     "misfit_memory",
     "one_thread",
     "score",
+    "unless_seen",
     "view",
 ]

@@ -17,12 +17,12 @@ from typing import Any
 from fedflat.errors import RecipeError
 from fedflat.methods import CentralPrivacy, Method, Privacy
 from fedflat.recipe import Admission, Recipe
-from fedflat.rounds.client import Problem
 from fedflat.rounds.cohort import expected_cohort
+from fedflat.rounds.setup import Problem
 
 ORDERS = (*range(2, 65), 80, 96, 128, 512, 1024)  # integers only: between them a sum may not converge
 LARGE = 200.0  # an ε beyond which a tighter bound is not worth the memory of its distribution
-POINTS = 4000  # of a privacy loss distribution, about, from 0 to ε
+POINTS = 4000  # approximate number of points of a privacy loss distribution from 0 to ε
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Ledger:
     `multiplier` is the noise in units of the largest change that one client can make to the sum. `sampled` holds the
     divergences of a round with a secret cohort, at the ORDERS; `odds` is the probability that a client is in it, if all
     are drawn independently. `missing` says why ε does not hold, if it does not. `hidden` names what clients do not send
-    because it would bypass the noise. `discarded` rounds were shown to clients before the run went back behind them.
+    because it would bypass the noise. `discarded` is the number of rounds whose models clients have seen, although the
+    run went back to an earlier checkpoint.
     """
 
     delta: float
@@ -128,9 +129,9 @@ def pld_epsilon(noise: float, odds: float, rounds: int, delta: float, about: flo
     """Return the ε at δ of a Gaussian mechanism over rounds in which each client takes part with probability `odds`.
 
     The privacy loss distribution is discretised with steps that suit an ε of `about` this size, and rounded upwards, so
-    that a coarser step gives a larger ε and never one too small.
+    that a coarser step gives a larger ε and never one that is too small.
     """
-    step = 2.0 ** math.floor(math.log2(max(about, 0.1) / POINTS))  # of few values, so that few are computed
+    step = 2.0 ** math.floor(math.log2(max(about, 0.1) / POINTS))  # 2ⁿ: few distinct values to compute
     return float(_losses(noise, odds, step).self_compose(rounds).get_epsilon_for_delta(delta))
 
 

@@ -21,7 +21,8 @@ from fedflat.federation import Federation
 from fedflat.local import Vectors
 from fedflat.methods import Upload
 from fedflat.recipe import Admission
-from fedflat.rounds.client import FAILURES, Broadcast, Problem, Refusal, local_rule
+from fedflat.rounds.client import local_rule
+from fedflat.rounds.setup import FAILURES, Broadcast, Problem, Refusal
 
 ADVICE = {
     "not finite": "lower local.lr or set local.clip",
@@ -30,7 +31,7 @@ ADVICE = {
     "raised": 'with admission.failures = "stop" and engine.name = "inline" its traceback is shown',
 }
 SYMBOLS = {"delta": "Δ"}
-MOST = 1e9  # limit on a client's steps, learning rate, figures and notes: beyond reason, far from overflow
+MOST = 1e9  # limit on a client's steps, learning rate, figures and notes: above any valid value, far below overflow
 NOTES = 1000  # limit per upload of a client
 CLOSE = 1e-3  # relative error allowed for a number that the server knows: float32, and other libraries
 FAR = 1e3  # allowed factor between a client's numbers and the recipe's if the server has no better estimate
@@ -40,6 +41,10 @@ class Gate:
     """Checks the uploads of a problem and lists those refused in a round.
 
     Args:
+        problem: what the recipe describes.
+        limits: the recipe's section `admission`.
+        broadcast: what the clients of the round received.
+        failed: clients that have already failed in this round.
         scale: the running median of ‖Δ‖ over previous rounds; None if unknown or not used.
         hold: whether all uploads may be held back to compare them with each other.
     """
@@ -60,7 +65,7 @@ class Gate:
 
     @property
     def failed(self) -> list[Refusal]:
-        """Record the clients that sent no upload at all."""
+        """The clients that sent no upload at all."""
         return [refusal for refusal in self.refused if refusal.reason in FAILURES]
 
     def admitted(self, arriving: Iterable[Upload | Refusal]) -> Iterator[Upload]:
@@ -84,10 +89,11 @@ class Gate:
         """The uploads whose ‖Δ‖ is at most `max_ratio` times the cohort's median and not an outlier.
 
         Outliers are measured against the larger of this cohort's median and the running median, because all norms may
-        grow at once. With one or two clients, a single dishonest client could move the median.
+        grow at once. This cohort's median counts from three uploads on: with fewer, a single dishonest client could
+        move it.
         """
-        # A second reply was refused in the meantime. The client's first reply counts, at its place in the order of the
-        # sums.
+        # A client whose second reply was refused in the meantime is not away: its first reply counts, at its place in
+        # the order of the sums.
         self.away.difference_update(upload.client for upload in uploads)
         middle, ratio = median(upload.norm for upload in uploads) if uploads else 0.0, self._limits.max_ratio
         known = [s for s in (self._scale, middle if len(uploads) > 2 else None) if s is not None]
@@ -98,12 +104,26 @@ class Gate:
                 yield upload
 
     def _usual(self, upload: Upload, scale: float | None) -> bool:
-        """Whether ‖Δᵢ‖ ≤ outlier · scale · max(1, Kᵢ/K̄), where K̄ is the mean number of steps per client."""
+        """Whether ‖Δᵢ‖ ≤ outlier · scale · max(1, Kᵢ/K̄), where K̄ is the mean number of steps per client.
+
+        If a client claims more samples than count, its steps are scaled down in proportion.
+        """
         limit = self._limits.outlier * scale if self._limits.outlier and scale else math.inf
-        if upload.norm <= limit or upload.norm <= limit * upload.steps / self._mean_steps:
+        steps = upload.steps * min(1.0, self.most / upload.samples)
+        if upload.norm <= limit or upload.norm <= limit * steps / self._mean_steps:
             return True
         self._refuse_long(upload, f"{self._limits.outlier:g} × the cohorts' running median {scale:.3g}")
         return False
+
+    @cached_property
+    def most(self) -> float:
+        """The largest number of samples that counts for a client; no limit in a simulation, whose counts are true."""
+        if not self._problem.deployed:
+            return math.inf
+        federation = self._problem.federation
+        sizes = {client: known_samples(federation, client) for client in range(federation.clients)}
+        counted = counted_samples({client: n for client, n in sizes.items() if n}, self._limits)
+        return max(counted.values(), default=math.inf)
 
     @cached_property
     def _mean_steps(self) -> int:
@@ -152,9 +172,10 @@ class Gate:
         return None
 
     def _misclaimed(self, upload: Upload) -> tuple[str, str] | None:
-        """Which claims of a client contradict what the server knows: its samples from its hello, the rest from these.
+        """Which claim of a client contradicts what the server knows, if any.
 
-        In a simulation the numbers come from this program itself.
+        The server knows the samples from the client's hello, and computes the other numbers from them and the recipe.
+        Nothing is checked in a simulation, where the numbers come from this program itself.
         """
         problem = self._problem
         if not problem.deployed:
@@ -162,7 +183,7 @@ class Gate:
         samples = known_samples(problem.federation, upload.client)
         if samples is not None and upload.samples != samples:
             return "claim", f"samples = {upload.samples} where it had {samples} when it said hello"
-        share = upload.samples / problem.federation.mean_samples
+        share = min(upload.samples, self.most) / problem.federation.mean_samples
         rule = local_rule(problem, self._broadcast, upload.client, upload.samples, share)
         known = problem.method.claims(rule)
         spans: dict[str, tuple[list[float], list[tuple[float, float]]]] = {
@@ -215,7 +236,7 @@ def counted_samples(sizes: Mapping[int, int], limits: Admission) -> dict[int, in
 
 
 def known_samples(federation: Federation, client: int) -> int | None:
-    """Return a client's number of samples, as far as this side knows it."""
+    """Return a client's number of samples; None if this side does not know it."""
     try:
         return federation.samples(client)
     except DataError:
@@ -241,7 +262,10 @@ def _span(known: Sequence[float | None], like: Sequence[float]) -> list[tuple[fl
 def misnoted(notes: Mapping[str, float], problem: Problem) -> tuple[str, str] | None:
     """Return what is wrong with a client's notes: too many, an undeclared name, or an extreme value.
 
-    In a simulation, a user-defined part may add notes that the small example did not show.
+    Nothing is checked in a simulation: a user-defined part may add notes that the small example did not show.
+
+    Returns:
+        The reason in a word and the details; None if nothing is wrong.
     """
     if not problem.deployed or not notes:
         return None

@@ -2,167 +2,30 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from fedflat.errors import RecipeError, SplitError
-from fedflat.federation import Federation, batch_steps
-from fedflat.local import Batch, LocalRule, Loss, Outcome, Vectors, can_share, train, train_together
-from fedflat.methods import Method, Privacy, Upload
-from fedflat.models import Network
-from fedflat.randomness import Secret, forked, generator
-from fedflat.recipe import BufferPolicy, Engine, Evaluation, Local, Measure, Model, Recipe
+from fedflat.federation import batch_steps
+from fedflat.local import Batch, LocalRule, Outcome, Vectors, can_share, train, train_together
+from fedflat.methods import Upload
+from fedflat.randomness import forked, generator
 from fedflat.rounds.metrics import Score, proximal_loss, score
-from fedflat.tasks import CLASSIFICATION, Task
+from fedflat.rounds.setup import Broadcast, Problem
 
 STAGES = ("planning", "training", "reporting", "evaluating")
+ALIGNED = 64  # bytes; kernels may sum in another order at other addresses
 SCORED = 500  # samples per chunk when a client evaluates all of its samples
-FAILURES = ("raised", "hung", "died")  # reasons why a client may send no upload
 About = Literal["hessian", "gradient", "rise", "margin", "curvature"]
 ABOUT: tuple[About, ...] = get_args(About)  # what a client can be asked; a task refers to it by its index here
 
 
-@dataclass
-class Problem:
-    """Everything that stays the same over the rounds: the objects a recipe describes, and the recipe in full.
-
-    `secret` seeds the draws of this side of a deployment, instead of the recipe's seed. `deployed` is true if the
-    clients, and so their privacy, are real. `discarded` counts rounds of a deployment that it has gone back behind.
-    """
-
-    federation: Federation
-    network: Network
-    method: Method
-    recipe: Recipe = Recipe()
-    task: Task = CLASSIFICATION
-    shuffle: bool = True
-    secret: Secret | None = None
-    deployed: bool = False
-    discarded: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        federation: Federation,
-        network: Network,
-        method: Method,
-        local: Local = Local(),  # noqa: B008 - it is frozen
-        *,
-        seed: int = 0,
-        buffers: BufferPolicy = "average",
-        group: int = 1,
-        measures: Sequence[Measure] = (),
-        task: Task = CLASSIFICATION,
-        loss: Loss | None = None,
-        **others: Any,
-    ) -> Problem:
-        """Create a problem from a few settings; the rest of the recipe has its defaults. `loss` replaces the task's."""
-        recipe = Recipe(
-            seed=seed,
-            model=Model(buffers=buffers),
-            local=local,
-            evaluation=Evaluation(measures=[*measures]),
-            engine=Engine(group=group),
-        )
-        return cls(federation, network, method, recipe, task.with_loss(loss) if loss else task, **others)
-
-    def __post_init__(self) -> None:
-        if self.recipe.model.buffers == "refuse" and self.network.buffer_layout.shapes:
-            names = ", ".join(self.network.buffer_layout.shapes)
-            raise RecipeError(f'model.buffers = "refuse", but the model has the buffers {names}')
-        for part in self.method.parts:
-            part.fits(self.network.layout)
-        guard = self.method.protection
-        if self.deployed and isinstance(guard, Privacy):
-            guard.refuse_seeded()
-        if guard and "buffers" in self.uploads:
-            raise RecipeError(
-                f"method: {type(guard).__name__} does not protect the batch-norm statistics that clients "
-                'upload; set model.buffers = "local" or take a model without them'
-            )
-        if (client := self.federation.empty()) is not None:
-            raise SplitError(f"client {client} holds no sample; give it one or leave it out")
-
-    @property
-    def loss(self) -> Loss:
-        """The loss of outputs and labels."""
-        return self.task.loss
-
-    @property
-    def seed(self) -> int:
-        """The seed of the draws on this side."""
-        return self.recipe.seed if self.secret is None else self.secret
-
-    @property
-    def group(self) -> int:
-        """The number of clients that share a step."""
-        return self.recipe.engine.group or 1
-
-    @property
-    def memory(self) -> dict[str, int]:
-        """The vectors that each client keeps between rounds, with their sizes."""
-        sizes = dict.fromkeys(self.method.memory, self.network.size)
-        statistics = self.network.buffers.numel()
-        return {**sizes, "buffers": statistics} if statistics and self.recipe.model.buffers == "local" else sizes
-
-    @property
-    def notes(self) -> frozenset[str]:
-        """The names under which clients may note numbers, with * for the layers of a network."""
-        return self.method.notes | ({"proximal_loss"} if "proximal" in self.recipe.evaluation.measures else set())
-
-    @property
-    def uploads(self) -> dict[str, int]:
-        """The vectors that each client uploads, with their sizes."""
-        sizes = {**dict.fromkeys(("delta", *self.method.uploads), self.network.size), **self.method.figures}
-        statistics = self.network.buffers.numel()
-        return {**sizes, "buffers": statistics} if statistics and self.recipe.model.buffers != "local" else sizes
-
-    def first_memory(self) -> Vectors:
-        """The initial memory of a client, computed while the network still has its initial weights."""
-        network = self.network
-        memory = {name: v.clone() for name, v in self.method.first_memory(network.weights).items()}
-        return {**memory, "buffers": network.buffers.clone()} if "buffers" in self.memory else memory
-
-    def room(self, slots: int = 0) -> int:
-        """The bytes needed for the memory of all clients, and for `slots` uploads with their new memory."""
-        kept, up = sum(self.memory.values()), self.network.size * (3 + len(self.method.uploads))
-        return (self.federation.clients * kept + slots * (kept + up)) * self.network.weights.element_size()
-
-
-@dataclass(frozen=True)
-class Broadcast:
-    """What every client of a cohort receives at the start of a round."""
-
-    round: int
-    lr: float
-    sent: Vectors
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A client whose round does not count: a one-word reason and a short explanation."""
-
-    client: int
-    reason: str
-    detail: str
-    error: Exception | None = field(default=None, compare=False)
-
-
-def failure(error: Exception, stage: str) -> str:
-    """Describe an exception: what was raised, at which stage of a local round and where in the code."""
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} while {stage}: {error} ({Path(where.filename).name}, line {where.lineno})"
-
-
 @contextmanager
-def _lent_generator(chance: torch.Generator, device: torch.device) -> Iterator[None]:
+def lent_generator(chance: torch.Generator, device: torch.device) -> Iterator[None]:
     """Seed the global generator, which dropout uses, for this local round, and restore it afterwards."""
     with forked(device):
         if device.type == "cpu":
@@ -204,16 +67,27 @@ def local_rule(problem: Problem, broadcast: Broadcast, client: int, samples: int
 
 
 class Question(Protocol):
-    """A function of a client's samples and a vector, evaluated with the global model in the problem's network."""
+    """A function of a client's samples and a vector, evaluated with the global model in the problem's network.
 
-    def __call__(self, problem: Problem, client: int, vector: Tensor) -> Tensor: ...
+    The answer is a vector of size d, or in a pool any other object, which is then sent through the worker's pipe.
+    """
+
+    def __call__(self, problem: Problem, client: int, vector: Tensor) -> Any: ...
 
 
-Questions = Question | Mapping[About, Question]  # a single vector or several by name
+Questions = Question | Mapping[About, Question]  # one question, or several by name
 
 
 class Worker:
-    """Runs local rounds one client at a time, scores models and answers questions, with one network."""
+    """Runs local rounds one client at a time, scores models and answers questions, with one network.
+
+    Args:
+        problem: what the recipe describes.
+        question: what the clients can be asked.
+        stage: one integer that always holds the current stage.
+        first: the memory of a client before its first round; default: the problem's.
+        feed: wraps the batches of every local round.
+    """
 
     def __init__(
         self,
@@ -247,7 +121,7 @@ class Worker:
         batches = self._feed(self._batches(broadcast, client, rule))
         self._enter("training")
         chance = generator(problem.seed, "dropout", broadcast.round, client)
-        with _lent_generator(chance, network.weights.device):
+        with lent_generator(chance, network.weights.device):
             outcome = train(network, sent["weights"], rule, batches, problem.loss)
         return self._report(sent, client, memory, outcome)
 
@@ -323,12 +197,18 @@ class Worker:
     def score(self, weights: Tensor, buffers: Tensor, part: str, start: int, stop: int) -> Score:
         """Score a model on one chunk of the test or training samples."""
         problem = self.problem
-        self._load(weights, buffers)
+        self._enter("evaluating")
         inputs, labels = problem.federation.held_out(part, start, stop)
-        return score(problem.network.module, inputs, labels, problem.task)
+        weights = weights if weights.data_ptr() % ALIGNED == 0 else weights.clone()
+        with problem.network.standing_at(weights, buffers):  # without a copy of the model for every chunk
+            return score(problem.network.module, inputs, labels, problem.task)
 
-    def answer(self, weights: Tensor, buffers: Tensor, client: int, vector: Tensor, about: About = "hessian") -> Tensor:
-        """Return a client's answer to the question about a vector, at these weights."""
+    def answer(self, weights: Tensor, buffers: Tensor, client: int, vector: Tensor, about: About = "hessian") -> Any:
+        """Return a client's answer to the question about a vector, at these weights.
+
+        Raises:
+            RuntimeError: if the worker was created without this question.
+        """
         question = self._question.get(about) if isinstance(self._question, Mapping) else self._question
         if question is None:
             raise RuntimeError("this engine was started without a question to its clients")

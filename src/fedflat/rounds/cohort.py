@@ -37,7 +37,7 @@ def expected_cohort(server: Server, clients: int) -> float:
 
 
 def cohort_seed(recipe: Recipe, seed: int = 0) -> int:
-    """Return the seed of the cohorts: the recipe's seed; with FL-Simulator's draws that of the split, if it is set.
+    """Return the seed of the cohorts: the recipe's or, with FL-Simulator's draws, the split's if it is set.
 
     A secret of the server takes precedence over both.
     """
@@ -48,7 +48,7 @@ def cohort_seed(recipe: Recipe, seed: int = 0) -> int:
 
 
 def draw_cohort(server: Server, clients: int, seed: int, round: int, empty: bool = False) -> list[int]:
-    """Draw the clients of a round: a fixed number without replacement, or each client with that probability.
+    """Draw the clients of a round: a fixed number without replacement, or each client with a given probability.
 
     `server.draws` names the generator: fedflat's own, made from (seed, round), or NumPy's legacy generator, seeded with
     the round t as the authors do (FedSoL and fedMAN do not use the seed):

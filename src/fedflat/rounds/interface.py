@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from functools import wraps
+from typing import Protocol, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from fedflat.local import Vectors
 from fedflat.methods import Upload, Uploads
-from fedflat.rounds.client import About, Broadcast, Problem, Refusal
+from fedflat.rounds.client import About
 from fedflat.rounds.metrics import Score
+from fedflat.rounds.setup import Broadcast, Problem, Refusal
 from fedflat.rounds.state import ServerState
 from fedflat.rounds.store import Memory
+
+S = TypeVar("S", bound=Callable[..., Score])
 
 
 class Engine(Protocol):
@@ -58,6 +63,26 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def unless_seen(score: S) -> S:
+    """Decorate an engine's `score` to reuse the last score if the model is the same, as after a skipped round.
+
+    The model is the same if its vectors are the same objects and have not changed. No vector is kept alive for this.
+    """
+
+    @wraps(score)
+    def answer(engine: Engine, state: ServerState, part: str, chunk: int) -> Score:
+        seen: dict[tuple[str, int], tuple[list[tuple[ref[Tensor], int]], Score]] = vars(engine).setdefault("_seen", {})
+        model = (state.weights, state.buffers)
+        before, known = seen.get((part, chunk), ([], None))
+        same = all(was() is now and version == now._version for (was, version), now in zip(before, model, strict=False))
+        if known is None or not same:
+            known = score(engine, state, part, chunk)
+            seen[part, chunk] = [(ref(vector), vector._version) for vector in model], known
+        return known
+
+    return cast(S, answer)
 
 
 @contextmanager

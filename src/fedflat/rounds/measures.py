@@ -14,9 +14,9 @@ from fedflat.errors import AwayError
 from fedflat.methods import Upload, Uploads
 from fedflat.models import unit
 from fedflat.recipe import Evaluation
-from fedflat.rounds.client import Problem
 from fedflat.rounds.interface import Engine, one_thread
 from fedflat.rounds.metrics import MEASURES
+from fedflat.rounds.setup import Problem
 from fedflat.rounds.state import ServerState
 
 SINGLE = {*MEASURES, "local", "local_sharpness", "local_curvature"}  # measures that look at each client's Δ
@@ -31,7 +31,17 @@ def measured(
     watch: Evaluation,
     evaluated: bool,
 ) -> dict[str, float]:
-    """Compute the recipe's measures of the round's local models; expensive ones only in evaluated rounds."""
+    """Compute the recipe's measures of the round's local models; expensive ones only in evaluated rounds.
+
+    Args:
+        engine: the engine that ran the round.
+        before: the server's state before the round.
+        after: the merged state.
+        uploads: the merged uploads.
+        sent: the weights that the clients received.
+        watch: the recipe's section `evaluation`.
+        evaluated: whether the model is evaluated after this round.
+    """
     wanted: list[str] = [name for name in watch.measures if name in MEASURES]
     moved = after.weights - sent
     found = {name: MEASURES[name](uploads, moved) for name in wanted}
@@ -57,9 +67,9 @@ def _local_metric(
 ) -> dict[str, float]:
     """The metric of the clients' models on all clients' samples, before and after local training (FedSoL, Fig. 3)."""
     name = watch.metric or "accuracy"
-    start = engine.score(replace(before, weights=sent), watch.on, watch.batch).values[name]
+    start = engine.score(replace(before, weights=sent), watch.part, watch.batch).values[name]
     models = (_local_model(engine, before, upload, sent) for upload in uploads)
-    ends = [engine.score(model, watch.on, watch.batch).values[name] for model in models]
+    ends = [engine.score(model, watch.part, watch.batch).values[name] for model in models]
     mean = sum(ends) / len(ends)
     spread = math.sqrt(sum((end - mean) ** 2 for end in ends) / len(ends))
     return {f"local_{name}_before": start, f"local_{name}": mean, f"local_{name}_std": spread}
@@ -95,11 +105,17 @@ def margin_loss(engine: Engine, state: ServerState, problem: Problem) -> float:
 def local_sharpness(
     engine: Engine, local: Mapping[int, ServerState], averaged: ServerState, rho: float
 ) -> dict[str, float]:
-    """SAM's sharpness S_g(w) = g(w + ρ ∇g/‖∇g‖) − g(w), over the clients of a round, each on its own samples:
+    """Return SAM's sharpness S_g(w) = g(w + ρ ∇g/‖∇g‖) − g(w) over a round's clients, each on its own samples:
 
     local     (1/n) Σ S_{fᵢ}(wᵢ)      of each client's loss at its own model
     averaged  (1/n) Σ S_{fᵢ}(w)       of each client's loss at the averaged model, with a perturbation of its own
     global    S_f(w), f = (1/n) Σ fᵢ   of the common loss there, with one perturbation for all
+
+    Args:
+        engine: asks the clients.
+        local: each client's own model.
+        averaged: the averaged model.
+        rho: radius ρ of the perturbation.
     """
     clients = list(local)
     own = [_ascent(engine, state, client, rho)[0] for client, state in local.items()]
@@ -115,7 +131,7 @@ def local_sharpness(
 
 @one_thread()
 def local_curvature(engine: Engine, local: Mapping[int, ServerState], averaged: ServerState) -> dict[str, float]:
-    """λ₁ of the clients' Hessians over the clients of a round, each computed by the client on its own samples:
+    """Return the mean λ₁ of the Hessians of a round's clients, each computed by the client on its own samples:
 
     local     (1/n) Σ λ₁(fᵢ; wᵢ)      of each client's loss at its own model
     averaged  (1/n) Σ λ₁(fᵢ; w)       of each client's loss at the averaged model

@@ -19,7 +19,7 @@ from fedflat.tasks import Accuracy, Metric, Task, counted
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over samples, so that the scores of chunks add up: of the loss, and of each metric of the task.
+    """The loss and the task's metrics as sums over samples, so that the scores of chunks can be added.
 
     `counted` is the number of samples, or of whatever else the loss averages over (tokens).
     """
@@ -52,7 +52,7 @@ def score(module: nn.Module, inputs: Tensor, labels: Tensor, task: Task) -> Scor
     """Score one chunk of samples with a module in evaluation mode."""
     module.eval()
     outputs = module(inputs)
-    number = counted(task.loss, labels)
+    number = int(counted(task.loss, labels))
     return Score(
         float(task.loss(outputs, labels)) * number, number, tuple(metric.of(outputs, labels) for metric in task.metrics)
     )
@@ -80,19 +80,19 @@ def proximal_loss(network: Network, start: Tensor, end: Tensor, batches: Iterabl
 
 
 def consistency(uploads: Sequence[Upload], moved: Tensor) -> float:
-    """(1/n) Σ ‖wᵢ − w‖² to the new global model; wᵢ = sent + Δᵢ and w = sent + moved, so `sent` cancels."""
+    """Return (1/n) Σ ‖wᵢ − w‖² to the new global model w = sent + moved; wᵢ = sent + Δᵢ, so `sent` cancels."""
     gap = torch.empty_like(moved)
     gaps = (torch.sub(upload.delta, moved, out=gap) for upload in uploads)
     return sum(float(gap.dot(gap)) for gap in gaps) / len(uploads)
 
 
 def divergence(uploads: Sequence[Upload], moved: Tensor) -> float:
-    """(1/n) Σ ‖wᵢ − w‖ to the global model that the clients began with."""
+    """Return (1/n) Σ ‖wᵢ − w‖ to the global model that the clients began with."""
     return sum(upload.norm for upload in uploads) / len(uploads)
 
 
 def discord(uploads: Sequence[Upload], moved: Tensor) -> float:
-    """The mean of ‖wᵢ − wⱼ‖ over pairs of clients; 0 for a single client."""
+    """Return the mean of ‖wᵢ − wⱼ‖ over pairs of clients; 0 for a single client."""
     pairs = [float((a.delta - b.delta).norm()) for a, b in combinations(uploads, 2)]
     return sum(pairs) / max(len(pairs), 1)
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from fedflat.methods import ServerView, Uploads, collect
 from fedflat.recipe import Admission, Evaluation, Server
-from fedflat.rounds.admission import Gate, counted_samples, known_samples
-from fedflat.rounds.client import Broadcast, Problem, Refusal
+from fedflat.rounds.admission import Gate
 from fedflat.rounds.cohort import expected_cohort
 from fedflat.rounds.interface import Engine, one_thread
 from fedflat.rounds.measures import SINGLE, measured
 from fedflat.rounds.metrics import bytes_of
+from fedflat.rounds.setup import Broadcast, Problem, Refusal
 from fedflat.rounds.state import ServerState
 
 NORMS = "gate.norms"  # key in the server's state: the cohorts' median ‖Δ‖ of the last rounds, 0 = none
@@ -49,7 +49,7 @@ def first_state(problem: Problem) -> ServerState:
 
 
 def view(problem: Problem, state: ServerState, server: Server | None = None) -> ServerView:
-    """Return the state as the method's parts see it, with the facts of the round."""
+    """Return the state as the method's parts see it; `server` replaces the recipe's section of that name."""
     clients, server = problem.federation.clients, server or problem.recipe.server
     return ServerView(
         state.weights,
@@ -173,7 +173,7 @@ def _heard(
     single: bool,
     scale: float | None,
 ) -> tuple[Uploads, Gate]:
-    """Collect the admitted uploads. Each Δ is freed once it is in the sum, unless uploads are needed singly.
+    """Collect the admitted uploads. Each Δ is freed once it is in the sum, unless single uploads are needed.
 
     If all uploads are kept anyway, or nothing is known of their norms, the uploads of a round are compared with each
     other.
@@ -184,30 +184,27 @@ def _heard(
     hold = not problem.method.always_moves and (single or (scale is None and problem.deployed))
     gate = Gate(problem, limits, broadcast, scale=scale, hold=hold)
     release = None if single else engine.release
-    most = _largest_share(problem, limits)
     while True:
         before = len(gate.failed)
         arriving = engine.local_rounds(broadcast, cohort) if cohort else ()
         order = problem.federation.largest_first(cohort)
-        uploads = collect(gate.admitted(arriving), server.average, order, gate.away, release, most)
+        uploads = collect(gate.admitted(arriving), server.average, order, gate.away, release, gate.most)
         if problem.group == 1 or len(gate.failed) == before:
             return uploads, gate
         gate = Gate(problem, limits, broadcast, gate.failed, scale, hold)
         cohort = [client for client in cohort if client not in {refusal.client for refusal in gate.failed}]
 
 
-def _largest_share(problem: Problem, limits: Admission) -> float:
-    """The most samples that count for a client. In a simulation the counts are the simulator's own, without limit."""
-    if not problem.deployed:
-        return math.inf
-    federation = problem.federation
-    sizes = {client: known_samples(federation, client) for client in range(federation.clients)}
-    counted = counted_samples({client: n for client, n in sizes.items() if n}, limits)
-    return max(counted.values(), default=math.inf)
-
-
 def merge(problem: Problem, server: Server, state: ServerState, uploads: Uploads, start: Tensor) -> ServerState:
-    """w ← w + η_g · move, where the move is the clients' average Δ as modified by the parts."""
+    """Return the state after w ← w + η_g · move, where the move is the clients' average Δ as modified by the parts.
+
+    Args:
+        problem: what the recipe describes.
+        server: the recipe's section `server`.
+        state: the server's state before the round.
+        uploads: the admitted uploads.
+        start: the weights that the clients received.
+    """
     before = replace(view(problem, state, server), start=start)
     uploads = problem.method.guarded(before, uploads)
     average = uploads.average("delta") if uploads else torch.zeros_like(state.weights)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fedflat.errors import RunError
+from fedflat.files import opened
 from fedflat.local import Vectors
 
 if sys.platform != "win32":
@@ -28,7 +29,7 @@ LINE = 64  # elements; every row starts on a cache line, so kernels see one alig
 
 
 class Table:
-    """Rows of one size in a mapped file, initially zero. In a sparse file a row takes space once it is written."""
+    """Rows of one size in a mapped file, initially zero. In a sparse file a row only takes space once it is written."""
 
     def __init__(self, path: Path, rows: int, size: int, dtype: torch.dtype, sparse: bool = False) -> None:
         self._spec = (path, rows, size, dtype, sparse)
@@ -142,7 +143,11 @@ class Memory:
         self.changed.add(client)
 
     def restore(self, kept: Iterable[tuple[int, Vectors]]) -> None:
-        """Load the memory from a checkpoint."""
+        """Load the memory from a checkpoint.
+
+        Raises:
+            RunError: if it does not fit the recipe's method and clients.
+        """
         for client, vectors in kept:
             self._check(client, vectors)
             self.keep(client, vectors)
@@ -168,6 +173,10 @@ class Scratch:
 
     A file in it stays locked while its process lives, and carries the name of the running system. The next process can
     therefore find and remove what a killed process left behind, and leaves files of other containers or machines alone.
+
+    Args:
+        size: the bytes that the files may take.
+        memory: a directory in memory.
     """
 
     def __init__(self, size: int, memory: Path = Path("/dev/shm")) -> None:
@@ -207,7 +216,7 @@ def _sweep(root: Path) -> None:
     if sys.platform == "win32":
         return
     for left in root.glob(f"fedflat-*/owner-{_system()}"):
-        with suppress(OSError), left.open("rb") as owner:
+        with suppress(OSError), opened(left) as owner:  # does not block if another user put a pipe there
             if os.fstat(owner.fileno()).st_uid == os.getuid():
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left.parent, ignore_errors=True)

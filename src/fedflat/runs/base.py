@@ -11,9 +11,10 @@ from safetensors.torch import load as from_safetensors
 from torch import Tensor, nn
 
 from fedflat.errors import RecipeError, RunError
-from fedflat.runs.folder import read_model, read_whole
+from fedflat.files import read_whole
+from fedflat.runs.folder import read_model
 
-ROOM = 2**20  # bytes that a file may have beside its tensors: the header
+ROOM = 2**20  # maximum number of bytes of a file besides its tensors, for the header
 
 
 def load_base(module: nn.Module, base: str, sha256: str | None = None) -> str:
@@ -30,7 +31,7 @@ def load_base(module: nn.Module, base: str, sha256: str | None = None) -> str:
         The SHA-256 of the file.
 
     Raises:
-        RecipeError: there is no such file, it is another one than the recipe says, or it does not fit the network.
+        RecipeError: there is no such file, it is not the one that the recipe names, or it does not fit the network.
     """
     path = Path(base) / "model.safetensors" if Path(base).is_dir() else Path(base)
     if not path.is_file():
@@ -72,6 +73,12 @@ def _content(path: Path, module: nn.Module) -> bytes:
 
 def refuse_misfit(module: nn.Module, tensors: Mapping[str, Tensor], source: str, network: str) -> None:
     """Refuse tensors whose names and shapes are not the module's.
+
+    Args:
+        module: the network.
+        tensors: the tensors by name.
+        source: where the tensors come from, for the error message.
+        network: the name of the network, for the error message.
 
     Raises:
         RunError: with the first name that differs.

@@ -16,7 +16,8 @@ from torch import nn
 from fedflat import models
 from fedflat.engine import Cluster, Inline, Pool, cores, require_bf16
 from fedflat.errors import FedflatError, RecipeError, RunError
-from fedflat.federation import Augment, Federation, federate, load, splits_by
+from fedflat.federation import Augment, Dataset, Federation, federate, splits_by, take_normalised
+from fedflat.files import read_whole
 from fedflat.local import group_size
 from fedflat.methods import ActiveModel, AllModels, Method, ProductAverage, parse, spell
 from fedflat.models import Network
@@ -34,8 +35,10 @@ from fedflat.rounds import (
     view,
 )
 from fedflat.runs.base import load_base, refuse_misfit
-from fedflat.runs.checkpoint import Checkpoint, DamagedError, verified
-from fedflat.runs.folder import Record, read_model, read_recipe, read_whole, refuse_other_base
+from fedflat.runs.folder import Record, read_model, read_recipe, refuse_other_base
+from fedflat.runs.given import kept_federation
+from fedflat.runs.manifest import Checkpoint, DamagedError, verified
+from fedflat.runs.own_classes import open_code
 from fedflat.tasks import Accuracy, Task, find_task
 
 if TYPE_CHECKING:
@@ -45,31 +48,47 @@ Parameters = Literal["trained", "all"]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.float32}
 
 
-def prepare(recipe: Recipe, task: Task | None = None) -> Problem:
-    """Build the problem of a recipe; the problem's own recipe has every default filled in. `task` replaces its task."""
+def prepare(recipe: Recipe, task: Task | None = None, run: Path | None = None) -> Problem:
+    """Build the problem of a recipe; the problem's own recipe has every default filled in.
+
+    Args:
+        recipe: the recipe.
+        task: the task, in place of the recipe's.
+        run: the directory of a run that was begun with this recipe, which may hold the data or the split.
+    """
+    if run is not None:
+        open_code(recipe, run)
     method = parse(recipe.method)
     recipe = recipe.model_copy(update={"method": spell(recipe.method)})
-    return assemble(recipe, gather(recipe), None, method, task)
+    return assemble(recipe, gather(recipe, run), None, method, task)
 
 
-def gather(recipe: Recipe) -> Federation:
-    """Load the data set of a recipe and split it."""
-    data, split = recipe.data, recipe.split
-    cut = {name: getattr(data, name) for name in ("window", "stride", "predict", "words", "shortest")}
-    dataset = load(data.name, data.dir, **cut)
+def gather(recipe: Recipe, run: Path | None = None) -> Federation:
+    """Load the data set of a recipe and split it.
+
+    If a run in Python has data or a split without a name, they are read from the directory of the run.
+    """
+    kept = None if run is None else kept_federation(recipe, run, _federated)
+    return kept or _federated(recipe)
+
+
+def _federated(recipe: Recipe, dataset: Dataset | None = None, split: str | None = None) -> Federation:
+    """The federation of a recipe, optionally with another data set or split."""
+    data, section = recipe.data, recipe.split
+    names = ("limit", "window", "stride", "predict", "words", "shortest", "normalise", "by_length")
+    limits = {name: getattr(data, name) for name in (names[-2:] if dataset else names)}
     return federate(
-        dataset.limited(data.limit, _split_seed(recipe)) if data.limit else dataset,
-        split.name,
-        split.clients,
+        dataset or data.name,
+        split or section.name,
+        section.clients,
         seed=_split_seed(recipe),
-        draws=split.draws,
+        draws="fedflat" if split else section.draws,
         directory=data.dir,
         augment=augmentation(recipe),
         mean=tuple(data.mean or ()),
         std=tuple(data.std or ()),
-        normalise=data.normalise,
-        by_length=data.by_length,
-        **split.options(),
+        **limits,
+        **({} if split else section.options()),
     )
 
 
@@ -97,6 +116,9 @@ def assemble(
     """
     data, task = federation.dataset, task or find_task(recipe.task or federation.dataset.task)
     task.check(data.name, data.train.labels)
+    if recipe.evaluation.on == "validation":
+        federation = federation.validating(recipe.evaluation.validation, _split_seed(recipe))
+        data = federation.dataset
     dtype = DTYPES[recipe.precision]
     device = _device(recipe)
     if recipe.precision == "bf16" and device == "cpu":
@@ -104,11 +126,12 @@ def assemble(
     federation = federation.to(dtype, device)
     if module is not None:
         # The caller's module stays unchanged, so that the next run can start from it again.
-        module = copy.deepcopy(module)
+        module = take_normalised(copy.deepcopy(module))
     else:
         chance = generator(recipe.seed, "weights")
         kind: Record = {"vocabulary": data.vocabulary, "per_token": task.output == "tokens"}
-        module = models.build(recipe.model.name, data.shape, data.classes, chance, **kind | recipe.model.options())
+        models.refuse_offered(recipe.model.name, recipe.model.options())
+        module = models.build(recipe.model.name, data.shape, data.classes, chance, **kind, **recipe.model.options())
     module, recipe = _founded(module, recipe)
     method = method + ProductAverage() if recipe.model.lora and recipe.model.lora.average == "product" else method
     network = Network(module, dtype, device, autocast=recipe.precision == "bf16")
@@ -119,7 +142,7 @@ def assemble(
 
 
 def judged_by(task: Task, recipe: Recipe) -> Recipe:
-    """Return the recipe with the task's name, its metric to follow, and which values of that are the best."""
+    """Return the recipe with the task's name, the metric to follow, and whether its highest or lowest value is best."""
     metric = task.metric(recipe.evaluation.metric)
     best = "highest" if metric.higher else "lowest"
     if metric is Accuracy and recipe.evaluation.target is not None and not 0 < recipe.evaluation.target <= 1:
@@ -165,7 +188,8 @@ def in_full(recipe: Recipe, federation: Federation, group: int) -> Recipe:
 
 def _defaults(function: Callable[..., Any], given: Record) -> Record:
     parameters = inspect.signature(function).parameters.values()
-    known = {p.name: p.default for p in parameters if p.default not in (p.empty, None)}
+    own = [p for p in parameters if p.name not in models.OFFERED]
+    known = {p.name: p.default for p in own if p.default not in (p.empty, None)}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in {**known, **given}.items()}
 
 
@@ -177,7 +201,10 @@ def _device(recipe: Recipe) -> str:
 
 
 def _engine(recipe: Recipe) -> tuple[str, int]:
-    """Processes cannot share an accelerator's memory, so all clients train in this process there."""
+    """The engine and its number of workers.
+
+    On an accelerator all clients train in this process, because processes cannot share its memory.
+    """
     workers = recipe.engine.workers or cores()
     kind = recipe.engine.name
     if recipe.engine.device != "cpu":
@@ -240,30 +267,33 @@ def load_run(
     federation: Federation | None = None,
     task: Task | None = None,
     parameters: Parameters = "trained",
+    module: nn.Module | None = None,
 ) -> Problem:
     """Load a finished run: its problem, with the global model in the network, and its recorded recipe.
 
     Args:
         directory: the run's directory, or the manifest of a checkpoint to load the run as it was then.
-        federation: the run's federation, required if it was made in Python.
+        federation: the run's federation, required if neither recipe nor directory hold it.
         task: the run's task, required if it was made in Python.
         parameters: what counts as the model's weights: those that the run has trained, or all. With "all", adapters
             are merged and nothing is frozen, so that the model can be measured beside one that was trained in full.
+        module: a module of the run's class, required if the recipe cannot build it.
 
     Raises:
         RunError: if the run cannot be read, or its federation is missing.
     """
     checkpoint = directory if directory.suffix == ".json" else None
     recipe = read_recipe(directory)
-    if federation is None and recipe.split.name == "given":
-        raise RunError(f"{directory}: its federation was made in Python; give it to load_run(directory, federation)")
+    home = directory.parent.parent if checkpoint else directory
     try:
+        open_code(recipe, home)
         near = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"device": "cpu"})})
-        if not checkpoint:  # the model of a finished run is whole: its base need not be there any more
+        if not checkpoint:  # a finished run holds the whole model, so its base may be missing
             near = near.model_copy(update={"model": near.model.model_copy(update={"base": None})})
-        problem = assemble(near, federation or gather(recipe), None, parse(recipe.method), task)
+        problem = assemble(near, federation or gather(recipe, home), module, parse(recipe.method), task)
     except FedflatError as error:
-        raise type(error)(f"{directory}: {error}") from None
+        told = str(error).removeprefix(f"{home}: ")
+        raise type(error)(f"{directory}: {told}") from None
     if checkpoint:
         load_checkpoint(checkpoint, problem)
     else:
@@ -278,7 +308,7 @@ def _unfrozen(problem: Problem) -> Problem:
     network = problem.network
     whole = Network(models.merged(network.module), network.weights.dtype, autocast=network.autocast)
     whole.choose_head(problem.federation.held_out("train", 0, 1)[0])
-    return replace(problem, network=whole, method=Method())  # the method's state and checks belong to the trained ones
+    return replace(problem, network=whole, method=Method())  # the method belongs to the trained weights
 
 
 def load_checkpoint(path: Path, problem: Problem) -> Checkpoint:

@@ -14,6 +14,7 @@ from fedflat.federation import Federation
 from fedflat.methods import CATALOGUE
 from fedflat.models import MODELS, construction
 from fedflat.recipe import Recipe
+from fedflat.runs.own_classes import OWN
 
 if TYPE_CHECKING:
     from fedflat.runs.export import Signature
@@ -125,49 +126,65 @@ def _use(signature: Signature, onnx: bool) -> str:
     shape = ", ".join(map(str, signature.shape))
     parts = [
         f"Input: `{signature.name}` of shape (N, {shape}), {signature.meaning}. "
-        f"Output: `logits` of shape (N, {signature.classes}).",
+        f"Output: `logits` of shape (N, {f'{shape}, ' if signature.per_token else ''}{signature.classes}).",
         f"In plain PyTorch:\n\n```python\n{_torch_code(signature)}```",
     ]
+    if not signature.plain:
+        parts.append(
+            "`model.safetensors` holds the network without its normalisation: alone it takes (x − mean)/std with "
+            f"mean {[*signature.mean]} and std {[*signature.std]}. `Normalised` adds it, as above."
+        )
+    included = "" if signature.plain else " (the file includes the normalisation)"
     if onnx:
-        parts.append(f"In ONNX Runtime (the file includes the normalisation):\n\n```python\n{_onnx_code(signature)}```")
+        parts.append(f"In ONNX Runtime{included}:\n\n```python\n{_onnx_code(signature)}```")
     return "\n\n".join(parts)
 
 
 def _torch_code(signature: Signature) -> str:
-    builder, arguments = construction(signature.model, signature.shape, signature.classes, signature.options)
-    ours = signature.model in MODELS
-    module = "network" if ours else signature.model.partition(":")[0]
-    origin = "network.py is next to this card" if ours else "from whoever trained the model"
+    kind = signature.shape, signature.classes, signature.options, signature.vocabulary, signature.per_token
+    builder, arguments = construction(signature.model, *kind)
+    ours = signature.model in MODELS or OWN.match(signature.model)
+    wrapper = [] if signature.plain else ["Normalised"]
+    theirs = (
+        "" if ours else f"from {signature.model.partition(':')[0]} import {builder.__name__}  # of whoever trained it"
+    )
+    names = ", ".join([*wrapper, *([builder.__name__] if ours else [])])
+    imports = [f"from network import {names}  # network.py is next to this card"] if names else []
     call = f"{builder.__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
     double = ".double()" if signature.dtype == torch.float64 else ""
-    view = ".view(-1, 1, 1)" if len(signature.shape) == 3 else ""
+    images = "" if signature.images else ", images=False"
+    model = f"Normalised(network, mean={[*signature.mean]}, std={[*signature.std]}{images})" if wrapper else "network"
     shape = ", ".join(map(str, signature.shape))
+    drawn = f"torch.rand(4, {shape}, dtype={signature.dtype})"
+    if signature.vocabulary:
+        drawn = f"torch.randint({signature.vocabulary}, (4, {shape}))"
     return f"""\
 import torch
 from safetensors.torch import load_file
 
-from {module} import {builder.__name__}  # {origin}
+{chr(10).join([*imports, *([theirs] if theirs else [])])}
 
-model = {call}{double}
-model.load_state_dict(load_file("model.safetensors"))
-model.eval()
+network = {call}{double}
+network.load_state_dict(load_file("model.safetensors"))
+model = {model}.eval()
 
-mean = torch.tensor({[*signature.mean]}, dtype={signature.dtype}){view}
-std = torch.tensor({[*signature.std]}, dtype={signature.dtype}){view}
-{signature.name} = torch.rand(4, {shape}, dtype={signature.dtype})  # yours
+{signature.name} = {drawn}  # yours: {signature.meaning}
 with torch.no_grad():
-    logits = model(({signature.name} - mean) / std)
+    logits = model({signature.name})
 """
 
 
 def _onnx_code(signature: Signature) -> str:
     shape = ", ".join(map(str, signature.shape))
+    drawn = f"np.random.rand(4, {shape}).astype(np.{str(signature.dtype).removeprefix('torch.')})"
+    if signature.vocabulary:
+        drawn = f"np.random.randint({signature.vocabulary}, size=(4, {shape}))"
     return f"""\
 import numpy as np
 import onnxruntime
 
 session = onnxruntime.InferenceSession("model.onnx")
-{signature.name} = np.random.rand(4, {shape}).astype(np.{str(signature.dtype).removeprefix("torch.")})  # yours
+{signature.name} = {drawn}  # yours
 (logits,) = session.run(None, {{"{signature.name}": {signature.name}}})
 """
 
@@ -175,7 +192,7 @@ session = onnxruntime.InferenceSession("model.onnx")
 def _limits(recipe: Recipe, standing: Facts) -> str:
     lines = [
         "It was trained and tested only on samples of this data set.",
-        "The accuracy above is from one run with one seed; other seeds give other values.",
+        f"The {recipe.metric} above is from one run with one seed; other seeds give other values.",
         "Its licence depends on the data; the publisher must state it.",
     ]
     if (epsilon := standing.get("epsilon")) is not None:

@@ -16,95 +16,48 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.numpy import save as safetensors_bytes
-from safetensors.torch import load as from_safetensors
 
 from fedflat.errors import RunError
+from fedflat.files import private_directory, sync_directory, write_whole, written_to
 from fedflat.local import Vectors
 from fedflat.recipe import Recipe
 from fedflat.rounds import Memory, ServerState
-from fedflat.runs.folder import Record, private_directory, refuse_other_base, sync_directory, write_whole, written_to
+from fedflat.runs.folder import Record
+from fedflat.runs.manifest import (
+    SCHEMA,
+    Checkpoint,
+    DamagedError,
+    files_of,
+    is_ours,
+    manifest_text,
+    manifests,
+    read_manifest,
+    verified,
+    well_formed,
+)
 
-SCHEMA, READABLE = 2, (1, 2)  # 1: version 0.1, whose recipes had fewer fields
-MANIFEST = re.compile(r"\d{8,}\.json")
-TENSORS = re.compile(r"\d{8,}\.(server|memory\.\d+)\.safetensors")
-LEFT = re.compile(r"\.\d{8,}\.(json|(server|memory\.\d+)\.safetensors)\.\d+")  # half-written by a killed process
 SHARE = 0.03  # largest share of a run's time spent on checkpoints if no interval is set
 BUNDLE = 64 * 2**20  # bytes of client memory per file, unless a single client needs more
 
 
-class DamagedError(Exception):
-    """A checkpoint that cannot be used: which of its files, and why."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A manifest whose files have been checked."""
-
-    folder: Path
-    manifest: Record
-
-    @property
-    def round(self) -> int:
-        return int(self.manifest["round"])
-
-    def check_base(self, base: str) -> None:
-        """Refuse a model whose frozen weights differ from those that this checkpoint was trained on."""
-        # A manifest without a digest was written before bases existed, so its model had no frozen weights.
-        refuse_other_base(self.folder / f"{self.round:08}.json", self.manifest.get("base", ""), base)
-
-    def state(self, first: ServerState) -> ServerState:
-        """The server's state, based on the state before round 0."""
-        tensors = {name: t.to(first.weights.device) for name, t in self._read(self.manifest["server"]["file"]).items()}
-        expected = {"weights": first.weights, "buffers": first.buffers}
-        expected |= {f"state.{name}": vector for name, vector in first.vectors.items()}
-        for name, vector in expected.items():
-            if name not in tensors and self.manifest["schema"] == 1:
-                tensors[name] = vector  # version 0.1 did not store it
-            found = tensors.get(name)
-            if found is None or (found.shape, found.dtype) != (vector.shape, vector.dtype):
-                raise RunError(f"{self._name}: its {name} does not fit the recipe's model and method")
-            if name == "weights" and not found.is_meta and not bool(found.isfinite().all()):
-                raise RunError(f"{self._name}: its weights are not finite; go back to an earlier one by --from ROUND")
-        vectors = {name: tensors[f"state.{name}"] for name in first.vectors}
-        weights, buffers = tensors["weights"], tensors["buffers"]
-        return replace(first, weights=weights, buffers=buffers, vectors=vectors, round=self.round)
-
-    def memory(self) -> Iterator[tuple[int, Vectors]]:
-        """Yield each client that has taken part, with its memory."""
-        for name, bundle in self.manifest["memory"].items():
-            tensors = self._read(name)
-            for client in bundle["clients"]:
-                start = f"{client}."
-                yield client, {key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)}
-
-    @property
-    def _name(self) -> Path:
-        return self.folder / f"{self.round:08}.json"
-
-    def _read(self, name: str) -> Vectors:
-        try:
-            return dict(from_safetensors((self.folder / name).read_bytes()))
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"{self.folder / name}: cannot be read ({error})") from None
-
-
 class Checkpoints:
-    """The checkpoints of a run: the last two, the best, and that of every n-th round if the recipe says so."""
+    """The checkpoints of a run: the last two, the best, and one for every n-th round if the recipe says so."""
 
     def __init__(self, directory: Path, recipe: Recipe, base: str | None = "") -> None:
-        """Open the checkpoints of a run; `base` is None if there is no model whose frozen weights must be theirs."""
+        """Open the checkpoints of a run.
+
+        `base` is the digest of the model's frozen weights, which must match the checkpoints; None skips the check.
+        """
         self._folder = directory / "checkpoints"
+        if self._folder.is_symlink():  # it could point to the checkpoints of another run, which would be removed
+            raise RunError(f"{self._folder}: is a symbolic link; put the directory itself there")
         self._fingerprint, self._base = fingerprint(recipe), base
         self._every, self._keep = recipe.checkpoint.every, recipe.checkpoint.keep
         self._rank = recipe.rank
@@ -126,7 +79,7 @@ class Checkpoints:
     def save(self, state: ServerState, memory: Memory | None, metrics: Record, score: float | None) -> None:
         """Save everything that the run needs after a round; it is on disk when this returns.
 
-        `score` is the metric that the recipe follows; under it, the best checkpoint is kept.
+        `score` is the value of the metric that the recipe follows; it decides which checkpoint is the best.
         """
         begun = time.perf_counter()
         with written_to(self._folder, "the checkpoints before it are whole; make room, then `fedflat resume` the run"):
@@ -147,7 +100,7 @@ class Checkpoints:
                 "memory": self._memory_of(memory, state.round) if memory and memory.names else {},
             }
             path = self._folder / f"{state.round:08}.json"
-            write_whole(path, _text(manifest))
+            write_whole(path, manifest_text(manifest))
             self._useless.discard(path)
             self._memory = manifest["memory"]
             if memory:
@@ -189,15 +142,15 @@ class Checkpoints:
         found = {}
         for path in {*manifests(self._folder)} - self._useless:
             with suppress(DamagedError):
-                if _well_formed(manifest := _read(path)):
+                if well_formed(manifest := read_manifest(path)):
                     found[path] = manifest
         scored = {path: m["accuracy"] for path, m in found.items() if m.get("accuracy") is not None}
         best = max(scored, key=lambda path: (self._rank(scored[path]), -found[path]["round"]), default=None)
         stay = (path for path, manifest in found.items() if self._stays(manifest["round"]))
         few = {*sorted(found)[-2:], *([best] if best else []), *stay}
-        named = {name for path in few for name in _files(found[path])} | {path.name for path in few}
+        named = {name for path in few for name in files_of(found[path])} | {path.name for path in few}
         for path in self._folder.iterdir():
-            if path.name not in named and _ours(path) and not path.is_dir():
+            if path.name not in named and is_ours(path) and not path.is_dir():
                 path.unlink()
 
     def newest(
@@ -205,7 +158,16 @@ class Checkpoints:
     ) -> Checkpoint | None:
         """Return the newest intact checkpoint, preferably one whose mark in the metrics is usable; report the others.
 
-        With `back_to`, only the checkpoint of that round is accepted.
+        Args:
+            usable: whether a mark agrees with the metrics on disk.
+            warn: called with a warning for each checkpoint that is passed over.
+            back_to: accept only the checkpoint of this round.
+
+        Returns:
+            The checkpoint, or None if there are none.
+
+        Raises:
+            RunError: if none of the checkpoints can be used.
         """
         found = sorted(manifests(self._folder), reverse=True)
         if back_to is not None:
@@ -232,7 +194,9 @@ class Checkpoints:
         if doubtful:  # its weights are intact; only records of earlier rounds are damaged
             return self._taken(doubtful[0])
         if found:
-            raise RunError(f"{self._folder}: none of the {len(found)} checkpoints can be used; begin anew elsewhere")
+            raise RunError(
+                f"{self._folder}: none of the {len(found)} checkpoints can be used; start again in another directory"
+            )
         return None
 
     def _taken(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -250,36 +214,9 @@ class Checkpoints:
             sync_directory(self._folder)
 
 
-def checkpoint_rounds(directory: Path) -> list[int]:
-    """Return the rounds of a run that have a checkpoint, intact or not."""
-    return sorted(int(path.stem) for path in manifests(directory / "checkpoints"))
-
-
 def _no_such_round(found: list[Path], round: int) -> list[Path]:
     rounds = ", ".join(str(int(path.stem)) for path in reversed(found))
     raise RunError(f"--from {round}: no checkpoint of that round is kept; there are those of {rounds or 'none'}")
-
-
-def verified(path: Path) -> Checkpoint:
-    """Read a manifest and verify the digest of every file."""
-    manifest = _read(path)
-    if manifest.get("schema") not in READABLE:
-        raise DamagedError(f"{path}: has schema {manifest.get('schema')!r}, and this version of fedflat reads 1 and 2")
-    if manifest.pop("sha256", None) != hashlib.sha256(_canonical(manifest)).hexdigest():
-        raise DamagedError(f"{path}: is damaged")
-    if not _well_formed(manifest):
-        raise DamagedError(f"{path}: is not of the form of a checkpoint")
-    for name, digest in _files(manifest).items():
-        if not TENSORS.fullmatch(name):
-            raise DamagedError(f"{path}: names {name!r}, which is not a file of a checkpoint")
-        try:
-            with (path.parent / name).open("rb") as file:
-                right = hashlib.file_digest(file, "sha256").hexdigest() == digest
-        except OSError as error:
-            raise DamagedError(f"{path.parent / name}: cannot be read ({error.strerror})") from None
-        if not right:
-            raise DamagedError(f"{path.parent / name}: is damaged")
-    return Checkpoint(path.parent, manifest)
 
 
 def fingerprint(recipe: Recipe) -> str:
@@ -291,56 +228,3 @@ def _rows_of_bundle(memory: Memory, clients: Iterable[int]) -> int:
     row = next((memory[client] for client in clients), None) or {}
     size = sum(vector.numel() * vector.element_size() for vector in row.values())
     return max(1, BUNDLE // max(size, 1))
-
-
-def manifests(folder: Path) -> list[Path]:
-    """The manifests in a directory of checkpoints, in no order."""
-    return [path for path in folder.glob("*.json") if MANIFEST.fullmatch(path.name)]
-
-
-def _ours(path: Path) -> bool:
-    """Whether a name is that of a checkpoint file; all other files are the user's."""
-    return any(kind.fullmatch(path.name) for kind in (MANIFEST, TENSORS, LEFT))
-
-
-def _files(manifest: Record) -> dict[str, str]:
-    """The files of a checkpoint with their digests."""
-    with suppress(KeyError, TypeError, AttributeError):
-        server, memory = manifest["server"], manifest["memory"]
-        return {server["file"]: server["sha256"], **{name: bundle["sha256"] for name, bundle in memory.items()}}
-    return {}
-
-
-def _well_formed(manifest: Record) -> bool:
-    """Whether a manifest with a valid digest has all fields of a checkpoint."""
-    try:
-        marks, server, memory = manifest["metrics"], manifest["server"], manifest["memory"]
-        bundles = [(bundle["sha256"], bundle["rows"], *bundle["clients"]) for bundle in memory.values()]
-        texts = [manifest["recipe"], marks["sha256"], server["file"], server["sha256"], *(b[0] for b in bundles)]
-        counts = [manifest["round"], marks["bytes"], *(number for bundle in bundles for number in bundle[1:])]
-        score = manifest["accuracy"]
-    except (KeyError, TypeError, AttributeError):
-        return False
-    whole = all(type(text) is str for text in texts) and all(type(count) is int and count >= 0 for count in counts)
-    return whole and (score is None or type(score) in (int, float))
-
-
-def _canonical(manifest: Record) -> bytes:
-    return json.dumps(manifest, sort_keys=True).encode()
-
-
-def _text(manifest: Record) -> bytes:
-    """The manifest with a digest of itself."""
-    return _canonical({**manifest, "sha256": hashlib.sha256(_canonical(manifest)).hexdigest()}) + b"\n"
-
-
-def _read(path: Path) -> Any:
-    """Read a manifest and check that it is byte for byte as written."""
-    try:
-        content = path.read_bytes()
-        manifest = json.loads(content)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(manifest, dict) or _canonical(manifest) + b"\n" != content:
-        raise DamagedError(f"{path}: is damaged")
-    return manifest

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
-from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, nearest, printable
+from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, printable
 from fedflat.federation import Federation
 from fedflat.local import Loss
 from fedflat.methods import Method, Part, Written, parse, spell
 from fedflat.progress import progress
-from fedflat.recipe import Recipe, validated
+from fedflat.recipe import Recipe
 from fedflat.rounds import (
     Engine,
     Problem,
@@ -38,13 +39,17 @@ from fedflat.rounds import (
 from fedflat.runs.build import assemble, in_full, sharpness_portion, show, start_engine
 from fedflat.runs.checkpoint import Checkpoints
 from fedflat.runs.folder import Record, RunFolder
+from fedflat.runs.given import beyond_a_recipe, described, keep, model_table
+from fedflat.runs.keywords import Settings, on_default, sections, with_settings
 from fedflat.runs.lock import RunLock
+from fedflat.runs.own_classes import with_own_code
 from fedflat.runs.result import Result, stopped, summary
 from fedflat.runs.rewind import recalled
 from fedflat.runs.signals import LastRound
 from fedflat.runs.trackers import Trackers, check_trackers
 from fedflat.tasks import Task, find_task
 
+log = logging.getLogger("fedflat")
 Callback = Callable[[Record], None]
 StartEngine = Callable[[Problem, ServerState], Engine]
 
@@ -59,9 +64,13 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
-    **settings: Any,
+    verbose: bool | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    **settings: Unpack[Settings],
 ) -> Result:
     """Train a federated model; settings are the recipe's fields by name (`rounds=30, lr=0.1, workers=2`).
+
+    All other settings are those of the default recipe, as with `fedflat run` (`fedflat recipe` prints it).
 
     Args:
         federation: the clients and their samples.
@@ -72,15 +81,23 @@ def train(
         out: the directory of the run; without it nothing is written.
         resume: whether to continue an interrupted run in `out`.
         callbacks: called with the record of each round.
+        verbose: True prints a line for each evaluated round, False nothing. By default a terminal or notebook shows a
+            progress bar after two seconds.
+        model_options: options of the network, such as `{"hidden": [64]}`; `model_hidden=[64]` is the same. For a
+            module of your own class: the arguments that the command line builds it with.
         settings: fields of the recipe. A name that occurs in two sections means the local one; `server_lr` is the
-            server's. `model_hidden=[64]` is an option of the model.
+            server's.
 
     Returns:
         The recipe, one record per round, and the trained model.
 
     Raises:
         RecipeError: if a setting is unknown or invalid.
+        TrainingError: if no client could be accepted.
         StoppedError: if a signal stopped a run with a directory.
+
+    Warns:
+        UserWarning: if a client is refused in all of its rounds.
 
     >>> from fedflat import federate
     >>> federation = federate("digits", clients=10, alpha=0.5)
@@ -88,42 +105,50 @@ def train(
     >>> len(result.history), 0.0 < result.accuracy <= 1.0
     (2, True)
     """
-    named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}"
-    table = _sections(settings) | {"method": spell(method), "data": federation.dataset.name}
-    table["model"] = {**table.get("model", {}), "name": named}
-    table["split"] = {"name": "given", "clients": federation.clients}
-    recipe = validated(table)
+    if not isinstance(federation, Federation):
+        raise RecipeError(
+            f"train: the federation is a {type(federation).__name__}; make one of your data by "
+            "fedflat.federate(data, split, clients)"
+        )
+    module = model if isinstance(model, nn.Module) else None
+    directory = None if out is None else Path(out)
+    begun = directory if resume else None
+    table = sections(settings, model_options) | {"method": spell(method), **described(federation, begun)}
+    network = {"name": model} if module is None else model_table(module, begun)
+    table["model"] = {**table.get("model", {}), **network}
+    table, own = with_own_code(table, directory, resume)
+    recipe = on_default(table)
     task = task if isinstance(task, Task) else find_task(task or federation.dataset.task)
     task = task.with_loss(loss) if loss else task
-    problem = assemble(recipe, federation, model if isinstance(model, nn.Module) else None, parse(method), task)
+    problem = assemble(recipe, federation, module, parse(method), task)
+    if directory is not None:
+        for reason in beyond_a_recipe(problem, federation, module):
+            log.warning("%s: %s", directory, reason)
+    told = [*callbacks, *([_printed(problem.recipe.metric)] if verbose else [])]
+    begin = partial(keep, federation=federation, own=own)
+    if verbose is not None:
+        return execute(problem, directory, told, resume, begin=begin)
     with progress("training", recipe.server.rounds) as bar:
-        told = [*callbacks, lambda record: bar.reach(record["round"], _note(record, recipe.metric))]
-        return execute(problem, Path(out) if out else None, told, resume)
+        told.append(lambda record: bar.reach(record["round"], _note(record, problem.recipe.metric)))
+        return execute(problem, directory, told, resume, begin=begin)
+
+
+with_settings(train)
 
 
 def _note(record: Record, metric: str) -> str:
     return f"{metric} {record[metric]:.4f}" if record.get(metric) is not None else ""
 
 
-def _sections(settings: dict[str, Any]) -> Record:
-    table: Record = {}
-    sections = ("checkpoint", "admission", "engine", "evaluation", "server", "local")
-    places = {name: s for s in sections for name in _fields(s) if name != "name"}
-    places |= {f"{s}_{name}": s for s in sections for name in _fields(s)}
-    for name, value in settings.items():
-        if name in Recipe.model_fields:
-            table[name] = {**table.get(name, {}), "name": value} if name == "engine" else value
-        elif name.startswith("model_"):
-            table.setdefault("model", {})[name.removeprefix("model_")] = value
-        elif name in places:
-            table.setdefault(places[name], {})[name.removeprefix(f"{places[name]}_")] = value
-        else:
-            raise RecipeError(f"train: there is no setting {name!r}; {nearest(name, places)}")
-    return table
+def _printed(metric: str) -> Callback:
+    """A callback that prints the rounds in which the model was evaluated."""
 
+    def tell(record: Record) -> None:
+        if note := _note(record, metric):
+            refused = f", {len(record['refused'])} refused" if record.get("refused") else ""
+            print(f"round {record['round']}: {note}, local loss {record['local_loss'] or math.nan:.4f}{refused}")
 
-def _fields(section: str) -> list[str]:
-    return list(type(Recipe.model_fields[section].default).model_fields)
+    return tell
 
 
 def execute(
@@ -135,6 +160,7 @@ def execute(
     start: StartEngine = start_engine,
     back_to: int | None = None,
     lock: RunLock | None = None,
+    begin: Callable[[Path], None] = lambda directory: None,
 ) -> Result:
     """Run all rounds of the recipe; with a directory, results are written as they come and can be resumed.
 
@@ -149,6 +175,7 @@ def execute(
         start: starts the engine.
         back_to: the round of a kept checkpoint to return to; later rounds are discarded.
         lock: the directory's lock, if the caller already holds it.
+        begin: called with the directory before the first round, to write what the recipe cannot hold.
 
     Returns:
         The recipe, one record per round, and the trained model.
@@ -167,15 +194,32 @@ def execute(
                 state = now
                 _tell(record, history, callbacks)
         show(problem, state)
+        _tell_refused(history, warn)
         return Result.of(problem, history)
     completed = partial(in_full, federation=problem.federation, group=problem.group)
     with RunFolder(directory, recipe, resume, completed, lock, back_to) as folder, LastRound() as signals:
+        begin(directory)
         state, history = _train_in(folder, problem, callbacks, signals, warn, start, back_to)
         show(problem, state)
         folder.finish(problem.network, {**summary(history, recipe), "rounds": state.round})
         if signals.came:  # in the last round: this run is complete, but others may be waiting
             raise StoppedError(f"stopped; the run in {directory} is complete", signals.came)
+    _tell_refused(history, warn)
     return Result.of(problem, history, directory)
+
+
+def _tell_refused(history: Sequence[Record], warn: Callable[[str], None]) -> None:
+    """Warn about clients that were refused in all of their rounds: the model has learnt nothing from them."""
+    accepted = {client for record in history for client in record["cohort"]}
+    refusals = [each for record in history for each in record.get("refused", ())]
+    if never := sorted({each["client"] for each in refusals} - accepted):
+        last = next(each for each in reversed(refusals) if each["client"] == never[0])
+        names = ", ".join(map(str, never[:5])) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
+        who, was = ("client", "was") if len(never) == 1 else ("clients", "were")
+        warn(
+            f"{who} {names} {was} refused in all of their rounds, so the model has learnt nothing from them; "
+            f"client {never[0]}: {last['reason']}: {last['detail']}"
+        )
 
 
 def _train_in(
@@ -212,7 +256,7 @@ def _train_in(
                 checkpoints.save(state, engine.memory, folder.mark(), record.get(recipe.metric))
             if signals.came and not last:
                 so_far = f"stopped after round {state.round} of {recipe.server.rounds}"
-                raise StoppedError(f"{so_far}; go on with: fedflat resume {folder.path}", signals.came)
+                raise StoppedError(f"{so_far}; continue with: fedflat resume {folder.path}", signals.came)
         trackers.conclude(summary(history, recipe))
     return state, history
 
@@ -243,10 +287,10 @@ def rounds(
         every, last = recipe.evaluation.every, state.round == recipe.server.rounds
         evaluated = replace(state, weights=problem.method.evaluated(view(problem, state)))
         if last or (every and state.round % every == 0):
-            score = engine.score(evaluated, recipe.evaluation.on, recipe.evaluation.batch)
+            score = engine.score(evaluated, recipe.evaluation.part, recipe.evaluation.batch)
             record |= {name: _number(value) for name, value in score.values.items()} | {"loss": _number(score.loss)}
             if recipe.server.stop_loss is not None:
-                known = recipe.evaluation.on == "train"
+                known = recipe.evaluation.part == "train"
                 score_on_train = score if known else engine.score(evaluated, "train", recipe.evaluation.batch)
                 record["train_loss"] = _number(score_on_train.loss)
             if "classes" in recipe.evaluation.measures:

@@ -15,21 +15,23 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save as safetensors_bytes
-from torch import Tensor, nn
+from torch import nn
 
 from fedflat.errors import RecipeError, RunError
 from fedflat.federation import Federation
-from fedflat.models import MODELS, is_adapted, merged, source
+from fedflat.files import read_whole, write_whole, written_to
+from fedflat.models import MODELS, Normalised, is_adapted, merged, source
 from fedflat.recipe import Recipe
 from fedflat.rounds import Problem
 from fedflat.runs.build import load_run
 from fedflat.runs.card import card
-from fedflat.runs.folder import Record, beside, read_recipe, read_whole, whole_model, write_whole, written_to
+from fedflat.runs.folder import Record, beside, read_recipe, whole_model
+from fedflat.runs.own_classes import kept_code
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What a user needs to know about a model. The network expects (x − mean)/std for an input x."""
+    """What a user needs to know about a model. The network alone expects (x − mean)/std for an input x."""
 
     model: str
     options: Record
@@ -39,48 +41,50 @@ class Signature:
     std: tuple[float, ...]
     pixels: bool
     dtype: torch.dtype
+    vocabulary: int = 0
+    per_token: bool = False
 
     @classmethod
     def of(cls, problem: Problem) -> Signature:
         model, data = problem.recipe.model, problem.federation.dataset
-        pixels = data.train.inputs.dtype == torch.uint8
+        pixels = data.train.inputs.dtype == torch.uint8 and not data.vocabulary
         mean, std = data.mean or (0.0,), data.std or (1.0,)
         dtype = problem.network.weights.dtype
-        return cls(model.name, model.options(), data.shape, data.classes, mean, std, pixels, dtype)
+        tokens = data.vocabulary, problem.task.output == "tokens"
+        return cls(model.name, model.options(), data.shape, data.classes, mean, std, pixels, dtype, *tokens)
 
     @property
     def name(self) -> str:
         """The name of the input."""
-        return "images" if self.pixels else "inputs"
+        return "tokens" if self.vocabulary else "images" if self.pixels else "inputs"
 
     @property
     def meaning(self) -> str:
         """The meaning of the input's numbers."""
+        if self.vocabulary:
+            return f"token ids from 0 to {self.vocabulary - 1} as in the data set, −1 after the end of a row"
         return "numbers in [0, 1] (bytes divided by 255)" if self.pixels else "numbers as in the data set"
 
-    def table(self) -> Record:
-        """The metadata for the files."""
+    @property
+    def plain(self) -> bool:
+        """Whether the network takes its inputs without normalisation."""
+        return bool(self.vocabulary) or (not {*self.mean} - {0.0} and not {*self.std} - {1.0})
+
+    @property
+    def images(self) -> bool:
+        return len(self.shape) == 3
+
+    def normalised(self, network: nn.Module) -> nn.Module:
+        """The network as a module that normalises its inputs itself."""
+        return network if self.plain else Normalised(network, self.mean, self.std, self.images)
+
+    def table(self, included: bool) -> Record:
+        """The metadata of a file. `included` says whether its network normalises the inputs itself."""
         facts = {"model": self.model, "options": self.options, "classes": self.classes, "shape": self.shape}
-        return {**facts, "input": self.meaning, "mean": self.mean, "std": self.std}
-
-
-class Normalised(nn.Module):
-    """A network that normalises its inputs."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, network: nn.Module, signature: Signature) -> None:
-        super().__init__()
-        self.network = network
-        along = (-1, 1, 1) if len(signature.shape) == 3 else (-1,)
-        for name in ("mean", "std"):
-            values = torch.tensor(getattr(signature, name), dtype=signature.dtype)
-            self.register_buffer(name, values.view(along))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.network((x - self.mean) / self.std)
-        return y
+        if self.vocabulary:
+            return {**facts, "input": self.meaning, "vocabulary": self.vocabulary, "per_token": self.per_token}
+        takes = "input" if included or self.plain else "(input - mean) / std"
+        return {**facts, "input": self.meaning, "mean": self.mean, "std": self.std, "network_takes": takes}
 
 
 def export(
@@ -108,10 +112,6 @@ def export(
         raise RecipeError(
             "ONNX export needs two more packages: pip install 'fedflat[onnx]'; or leave it out: --no-onnx"
         )
-    if federation is None and read_recipe(run).split.name == "given":
-        raise RunError(
-            f"{run}: its federation was made in Python; call fedflat.runs.export.export(…, federation=…) there"
-        )
     problem = load_run(run, federation)
     recipe, signature, module = problem.recipe, Signature.of(problem), problem.network.module
     files = {"recipe.toml": _public(recipe).to_toml().encode()}
@@ -119,8 +119,8 @@ def export(
         files["adapters.safetensors"] = _adapters(problem)
         module = merged(module)
     files["model.safetensors"] = _safetensors(module, signature)
-    if recipe.model.name in MODELS:
-        files["network.py"] = source(recipe.model.name).encode()
+    if code := _code(run, recipe, signature):
+        files["network.py"] = code.encode()
     if onnx:
         files["model.onnx"] = onnx_bytes(module, signature)
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
@@ -141,6 +141,14 @@ def standing(run: Path) -> Record:
     return {"rounds": manifest["round"], f"{metric}_last": manifest["accuracy"]}
 
 
+def _code(run: Path, recipe: Recipe, signature: Signature) -> str:
+    """The code of the network as far as it is known, and of its normalisation."""
+    known = recipe.model.name if recipe.model.name in MODELS else None
+    ours = source(known, not signature.plain) if known or not signature.plain else ""
+    kept = kept_code(run.parent.parent if run.suffix == ".json" else run, recipe)
+    return f"{kept}\n\n{ours}" if kept and ours else kept or ours
+
+
 def _public(recipe: Recipe) -> Recipe:
     """The recipe without the paths and addresses of the machine it ran on."""
     data = recipe.data.model_copy(update={"dir": None})
@@ -152,7 +160,7 @@ def _public(recipe: Recipe) -> Recipe:
 
 def _safetensors(module: nn.Module, signature: Signature) -> bytes:
     # A single key, because safetensors writes several keys in no fixed order, and equal models must give equal files.
-    return bytes(safetensors_bytes(whole_model(module), {"fedflat": json.dumps(signature.table())}))
+    return bytes(safetensors_bytes(whole_model(module), {"fedflat": json.dumps(signature.table(included=False))}))
 
 
 def _adapters(problem: Problem) -> bytes:
@@ -165,8 +173,8 @@ def _adapters(problem: Problem) -> bytes:
 
 def onnx_bytes(network: nn.Module, signature: Signature) -> bytes:
     """The network with its normalisation as an ONNX file, for any batch size."""
-    module = Normalised(network, signature).eval()
-    example = torch.zeros(2, *signature.shape, dtype=signature.dtype)
+    module = signature.normalised(network).eval()
+    example = torch.zeros(2, *signature.shape, dtype=torch.int64 if signature.vocabulary else signature.dtype)
     try:
         with _quiet(), torch.no_grad():
             program = torch.onnx.export(
@@ -191,7 +199,7 @@ def onnx_bytes(network: nn.Module, signature: Signature) -> bytes:
         )
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # the exporter stores a traceback for each node, with paths of this machine
-    program.model.metadata_props["fedflat"] = json.dumps(signature.table())
+    program.model.metadata_props["fedflat"] = json.dumps(signature.table(included=True))
     return bytes(program.model_proto.SerializeToString())
 
 

@@ -6,10 +6,8 @@ import hashlib
 import json
 import os
 import platform
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
 from io import FileIO
 from pathlib import Path
@@ -22,6 +20,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor, nn
 
 from fedflat.errors import RecipeError, RunError
+from fedflat.files import changeable, private_directory, read_whole, write_whole, written_to
 from fedflat.models import Network
 from fedflat.recipe import Recipe, parsed, read_text, validated
 from fedflat.runs.lock import RunLock
@@ -65,7 +64,7 @@ class RunFolder:
             private_directory(path)
             self._lock, self._own = lock or RunLock(path), lock is None
         try:
-            self._refuse(resume, back_to, completed)  # again: another process may have written before it let go
+            self._refuse(resume, back_to, completed)  # again: another process may have written before it unlocked
             with written_to(path, "choose another --out"):
                 self._metrics = self._begun()
         except BaseException:
@@ -88,11 +87,17 @@ class RunFolder:
         for left in (left for name in WHOLE for left in self.path.glob(f".{name}.[0-9]*")):
             left.unlink()
         write_whole(self.path / "recipe.toml", self.recipe.to_toml().encode())
-        (self.path / "metrics.jsonl").touch(mode=0o600)
         return self._opened()
 
     def _opened(self) -> FileIO:
-        return (self.path / "metrics.jsonl").open("r+b", buffering=0)
+        """Open the metrics to change them in place. If the file has another hard link, that keeps the old content."""
+        path = self.path / "metrics.jsonl"
+        file = changeable(path)
+        if os.fstat(file.fileno()).st_nlink > 1:
+            file.close()
+            write_whole(path, read_whole(path))
+            file = changeable(path)
+        return file
 
     def __enter__(self) -> Self:
         return self
@@ -162,7 +167,9 @@ class RunFolder:
             self._metrics.seek(0)
             return self._metrics.read(mark["bytes"])
         except OSError as error:
-            raise RunError(f"{self._metrics.name}: cannot be read ({error.strerror}); begin anew elsewhere") from None
+            raise RunError(
+                f"{self._metrics.name}: cannot be read ({error.strerror}); start again in another directory"
+            ) from None
 
     def finish(self, network: Network, summary: Record) -> None:
         self._check()
@@ -191,33 +198,11 @@ def whole_model(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() if places[tensor.data_ptr()] > 1 else tensor for name, tensor in tensors.items()}
 
 
-@contextmanager
-def written_to(path: Path, advice: str) -> Iterator[None]:
-    """Turn a disk error (full, broken, no permission) into one sentence.
-
-    Args:
-        path: the path to mention.
-        advice: what to do about it, the end of the sentence.
-
-    Raises:
-        RunError: in place of an `OSError`.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); {advice}") from None
-
-
-def private_directory(path: Path) -> None:
-    """Create a directory that only its owner can read; an existing one stays unchanged."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
 def refuse_taken(path: Path) -> None:
     """Refuse to overwrite a directory that holds a round of a run."""
     metrics = path / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
-        raise RunError(f"{path}: already holds a run; go on with it by `fedflat resume {path}` or choose another --out")
+        raise RunError(f"{path}: already holds a run; continue it with `fedflat resume {path}` or choose another --out")
 
 
 def refuse_other(path: Path, recipe: Recipe, begun: Recipe, back_to: int | None = None) -> None:
@@ -237,7 +222,9 @@ def refuse_other(path: Path, recipe: Recipe, begun: Recipe, back_to: int | None 
             field = next(key for key in {**old, **new} if old.get(key) != new.get(key))
             old, new, name = old.get(field), new.get(field), f"{section}.{field}"
         if old != new:
-            raise RunError(f"{path}: was begun with {name} = {old!r}, not {new!r}; resume it as it was, or begin anew")
+            raise RunError(
+                f"{path}: was begun with {name} = {old!r}, not {new!r}; resume it as it was, or start a new run"
+            )
 
 
 def refuse_other_base(path: Path, recorded: str, base: str) -> None:
@@ -247,53 +234,8 @@ def refuse_other_base(path: Path, recorded: str, base: str) -> None:
         was, now = (f"the base {digest[:12]}…" if digest else "no frozen weights" for digest in (recorded, base))
         raise RunError(
             f"{path}: was trained on {was}, and this model has {now}; "
-            "give it the frozen weights that the run began with, or begin anew"
+            "give it the frozen weights that the run began with, or start a new run"
         )
-
-
-def write_whole(path: Path, content: bytes, public: bool = False) -> None:
-    """Write a file atomically, safe against power loss: write aside, sync, rename.
-
-    Args:
-        path: the file.
-        content: its new content.
-        public: whether other users may read it; otherwise only its owner can.
-    """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.touch(mode=0o666 if public else 0o600)
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def read_whole(path: Path) -> bytes:
-    """Read a file.
-
-    Raises:
-        RunError: if it cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def sync_directory(path: Path) -> None:
-    """Sync a directory: file names reach the disk only this way."""
-    if sys.platform == "win32":
-        return
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def beside(run: Path, name: str) -> Path:
@@ -335,7 +277,7 @@ def read_model(directory: Path) -> dict[str, Tensor]:
     if hashlib.sha256(content).hexdigest() != _promised(Path(directory)):
         raise RunError(
             f"{path}: is not the model that summary.json describes (model_sha256); "
-            f"let `fedflat resume {directory}` write it anew, or take it from a backup"
+            f"let `fedflat resume {directory}` write it again, or take it from a backup"
         )
     try:
         return from_safetensors(content)
@@ -349,4 +291,4 @@ def _promised(directory: Path) -> Any:
     try:
         return json.loads(read_whole(path))["model_sha256"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise RunError(f"{path}: is damaged; let `fedflat resume {directory}` write it anew") from None
+        raise RunError(f"{path}: is damaged; let `fedflat resume {directory}` write it again") from None

@@ -25,7 +25,7 @@ from fedflat.rounds import (
     view,
 )
 from fedflat.runs.build import load_checkpoint
-from fedflat.runs.checkpoint import Checkpoint, manifests
+from fedflat.runs.manifest import Checkpoint, manifests
 
 _AT = re.compile(r"(.*)@(\d+)")
 KEEP = "keep more of them by checkpoint.keep = n, the model of every n-th round"
@@ -56,7 +56,9 @@ def kept_checkpoints(directory: Path) -> list[Path]:
 
 
 def kept_models(directory: Path, problem: Problem) -> tuple[list[int], Tensor]:
-    """The rounds of a run's checkpoints, and the global model of each as a row. The problem's network ends at the last.
+    """The rounds of a run's checkpoints, and the global model of each as a row.
+
+    Afterwards the problem's network holds the last of these models.
 
     If the recipe keeps every n-th round, these are its rounds and the last one, so that runs of one recipe show the
     same rounds. The second checkpoint from the end and the best one come at rounds that depend on the machine.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from io import TextIOWrapper
+from io import FileIO
 from pathlib import Path
 from typing import Self
 
 from fedflat.errors import RunError
+from fedflat.files import changeable
 
 if sys.platform != "win32":
     import fcntl
@@ -24,10 +25,10 @@ class RunLock:
     their file system does not lock directories, and is the one that fedflat 0.1 uses. Forked workers inherit neither.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, what: str = "run") -> None:
+        self.path, self.what = path, what
         self._directory = -1
-        self._file: TextIOWrapper | None = None
+        self._file: FileIO | None = None
         if sys.platform == "win32":
             return
         self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -45,11 +46,10 @@ class RunLock:
         except BlockingIOError:
             raise self._taken() from None
         except OSError:
-            pass  # a network file system that cannot lock directories: `.lock` remains
+            pass  # some network file systems cannot lock directories: `.lock` must do
 
-    def _claimed_file(self) -> TextIOWrapper:
-        (self.path / ".lock").touch(mode=0o600)
-        file = (self.path / ".lock").open("a")
+    def _claimed_file(self) -> FileIO:
+        file = changeable(self.path / ".lock")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -58,7 +58,9 @@ class RunLock:
         return file
 
     def _taken(self) -> RunError:
-        return RunError(f"{self.path}: another process is working on this run; wait for it or choose another --out")
+        return RunError(
+            f"{self.path}: another process is working on this {self.what}; wait for it or choose another --out"
+        )
 
     def check(self) -> None:
         """Refuse to write to a directory that has replaced ours; lock a deleted `.lock` again."""

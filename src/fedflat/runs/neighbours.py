@@ -92,6 +92,13 @@ def features_and_logits(network: Network, inputs: Tensor) -> tuple[Tensor, Tenso
 def nearest_labels(queries: Tensor, keys: Tensor, labels: Tensor, classes: int, rule: Neighbours) -> Tensor:
     """p_knn of each query.
 
+    Args:
+        queries: the features of the queries as rows.
+        keys: the features of the stored samples as rows.
+        labels: the classes of the stored samples.
+        classes: number of classes.
+        rule: the settings of kNN-Per.
+
     >>> keys, labels = torch.tensor([[0.0], [1.0], [9.0]]), torch.tensor([0, 1, 2])
     >>> nearest_labels(torch.tensor([[0.5]]), keys, labels, 3, Neighbours(k=2))
     tensor([[0.5000, 0.5000, 0.0000]])

@@ -9,33 +9,31 @@ there are fewer (so a size much larger than the test set flattens q). The ways t
     local      e epochs of each client alone, from the initial weights of the federation, at the rate η · 0.99^epoch
     none       no adaptation: the global model itself
 
-The learning rate is constant (except for `local`), and the momentum buffer is kept over all epochs. Clients adapt one
-after the other, in one thread.
+The learning rate is constant (except for `local`), and the momentum buffer is kept over all epochs. A client adapts in
+one thread, and every draw depends on the seed and the client alone, so the numbers are the same for any number of
+workers.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import reduce
-from itertools import count, islice
-from operator import add
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedflat.errors import RecipeError, RunError, TrainingError, nearest
-from fedflat.federation import Federation, batch_steps
-from fedflat.local import Batch, LocalRule, train
-from fedflat.methods import MetaStep
-from fedflat.randomness import generator
-from fedflat.rounds import Problem, chunks, one_thread, score
-from fedflat.runs.folder import beside, write_whole
-from fedflat.runs.neighbours import CHUNK, Mixture, Neighbours
+from fedflat.engine import Pool
+from fedflat.errors import RecipeError, RunError, nearest
+from fedflat.federation import Federation
+from fedflat.files import write_whole
+from fedflat.rounds import Problem, first_state, one_thread
+from fedflat.runs.adaptation import ALONE, Adaptation, Personal, Walk
+from fedflat.runs.folder import beside
+from fedflat.runs.neighbours import Neighbours
 
 EPOCHS: dict[str, tuple[int, ...]] = {
     "finetune": (1, 5),
@@ -44,34 +42,7 @@ EPOCHS: dict[str, tuple[int, ...]] = {
     "local": (200,),
     "none": (0,),
 }
-ALONE = 0.99  # decay factor of the learning rate per epoch in local-only training
-
-
-@dataclass(frozen=True)
-class Personal:
-    """The accuracy of one client before and after adaptation; None if the client has no test samples."""
-
-    client: int
-    epochs: int
-    samples: int
-    test_samples: int
-    accuracy_before: float | None
-    accuracy_after: float | None
-
-
-@dataclass(frozen=True)
-class EpochRule(LocalRule):
-    """A rule whose learning rate is multiplied by γ after every epoch of L steps:  η_k = η γ^⌊k/L⌋.
-
-    >>> [EpochRule(lr=1.0, steps=6, length=2, falling=0.5).lr_at(k) for k in range(6)]
-    [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
-    """
-
-    length: int = 1
-    falling: float = 1.0
-
-    def lr_at(self, k: int) -> float:
-        return self.lr * self.falling ** (k // self.length)
+AHEAD = 64  # clients whose results may wait for that of an earlier one
 
 
 def personalise(
@@ -85,6 +56,7 @@ def personalise(
     size: int = 1000,
     neighbours: Neighbours | None = None,
     watch: Callable[[Sequence[int]], Iterable[int]] = iter,
+    workers: int = 1,
 ) -> list[Personal]:
     """Adapts `weights` to each client and tests the result after each of the given numbers of epochs.
 
@@ -101,6 +73,7 @@ def personalise(
         size: the number of test samples of a client.
         neighbours: the settings of "knn".
         watch: wraps the sequence of clients, for example to show progress.
+        workers: the number of processes in which clients adapt; 1 means this process.
 
     Returns:
         One result for each client and number of epochs.
@@ -121,18 +94,35 @@ def personalise(
         raise RecipeError(f"weights: {start.numel()} numbers, but the model has {network.size} trained parameters")
     rate = problem.recipe.local.lr if lr is None else lr
     walk = Walk(problem, how, epoch_marks(how, epochs), rate, lr_decay)
-    adaptation = Adaptation(walk, _exam(problem, size), neighbours or Neighbours())
     home, buffers, results = network.weights.clone(), network.buffers.clone(), list[Personal]()
+    adaptation = Adaptation(walk, _exam(problem, size), neighbours or Neighbours(), buffers)
+    clients = range(problem.federation.clients)
     try:
-        for client in watch(range(problem.federation.clients)):
-            network.buffers.copy_(buffers)
-            with one_thread():
-                results += adaptation.of(client, start)
+        with closing(_adapted(adaptation, clients, start, workers)) as adapted:
+            for _ in watch(clients):
+                results += next(adapted)
     finally:
         network.load(home)
         network.buffers.copy_(buffers)
         network.module.eval()
-    return results
+    return sorted(results, key=lambda result: result.client)
+
+
+def _adapted(
+    adaptation: Adaptation, clients: Sequence[int], start: Tensor, workers: int
+) -> Generator[list[Personal], None, None]:
+    """The results of each client, computed in order by this process, or by several with the largest clients first."""
+    workers = min(workers, len(clients))
+    if workers == 1:
+        for client in clients:
+            with one_thread():
+                yield adaptation.of(client, start)
+        return
+    problem = adaptation.walk.problem
+    state = replace(first_state(problem), weights=start)
+    with closing(Pool(problem, state, min(AHEAD, len(clients)), workers, adaptation)) as pool:
+        for _, results in pool.ask(state, start, problem.federation.largest_first(clients)):
+            yield results
 
 
 def epoch_marks(how: str, epochs: Sequence[int] | None) -> tuple[int, ...]:
@@ -155,126 +145,11 @@ def _exam(problem: Problem, size: int) -> Federation:
     labels = federation.dataset.train.labels
     if federation.tests is None and (labels.is_floating_point() or labels.ndim > 1):
         raise RecipeError(
-            f"{federation.dataset.name}: its labels are not class indices, so there are no matching test sets"
+            f"{federation.dataset.name}: its labels are not class indices, so there are no matching test sets; "
+            "give each client test samples of its own, as the split natural does"
         )
     shards = federation.local_tests(problem.seed, size)
     return replace(federation, dataset=replace(federation.dataset, train=federation.dataset.test), shards=shards)
-
-
-@dataclass(frozen=True)
-class Walk:
-    """The adaptation of a client from given weights, with stops at the marks, which are numbers of epochs.
-
-    It uses plain SGD or meta steps with the local settings of the recipe, and no other parts of the method.
-    """
-
-    problem: Problem
-    how: str
-    marks: tuple[int, ...]
-    lr: float
-    lr_decay: float = ALONE
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "lr_decay"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise RecipeError(f"{name} = {getattr(self, name)}: must be a number above 0")
-
-    def of(self, client: int, start: Tensor, reached: Callable[[int], None]) -> None:
-        """Adapts one client. Calls `reached` at each mark, while the network has the weights of that moment."""
-        problem, rule = self.problem, self._rule(client)
-        outcome = train(problem.network, start, rule, self._batches(client, rule, reached), problem.loss)
-        if not math.isfinite(float(outcome.delta.sum())):
-            raise TrainingError(
-                f"client {client}: its model is no longer finite; the learning rate {self.lr:g} is too high"
-            )
-
-    @property
-    def _meta(self) -> MetaStep | None:
-        if self.how != "perfedavg":
-            return None
-        return next((part for part in self.problem.method.parts if isinstance(part, MetaStep)), MetaStep())
-
-    def _length(self, client: int) -> int:
-        """L, the number of batches in an epoch."""
-        return batch_steps(self.problem.federation.samples(client), self.problem.recipe.local.batch, 1, None)
-
-    def _steps(self, client: int, epochs: int) -> int:
-        """The number of steps in some epochs: ⌈L/E⌉ meta steps per epoch if a round has E epochs, otherwise L steps."""
-        length, local = self._length(client), self.problem.recipe.local
-        if self._meta:
-            return self._meta.pairs_after(epochs, length, 1 if local.steps else local.epochs)
-        return epochs * length
-
-    def _rule(self, client: int) -> LocalRule:
-        local = self.problem.recipe.local
-        rule = EpochRule(
-            lr=self.lr,
-            steps=self._steps(client, self.marks[-1]),
-            momentum=local.momentum,
-            nesterov=local.nesterov,
-            weight_decay=local.weight_decay,
-            clip=local.clip or None,
-            clip_mode=local.clip_mode,
-            length=self._length(client),
-            falling=self.lr_decay if self.how == "local" else 1.0,
-        )
-        return self._meta.paired(rule, rule.steps) if self._meta else rule
-
-    def _batches(self, client: int, rule: LocalRule, reached: Callable[[int], None]) -> Iterator[Batch]:
-        """The batches of all steps, from one stream of repeated passes over the samples."""
-        each = 2 if rule.pairs else 1
-        for k, batch in enumerate(islice(self._stream(client), each * rule.steps)):
-            if k % each == 0:
-                self._tell(client, k // each, reached)
-            yield batch
-        self._tell(client, rule.steps, reached)
-
-    def _tell(self, client: int, steps: int, reached: Callable[[int], None]) -> None:
-        for mark in self.marks:
-            if self._steps(client, mark) == steps:
-                reached(mark)
-                self.problem.network.module.train()
-
-    def _stream(self, client: int) -> Iterator[Batch]:
-        """The batches of repeated passes. Each pass has its own generators, so longer training starts like shorter."""
-        problem, length = self.problem, self._length(client)
-        for number in count():
-            order = generator(problem.seed, "personal", number, client) if problem.shuffle else None
-            chance = generator(problem.seed, "personal augment", number, client) if problem.shuffle else None
-            yield from problem.federation.batches(client, problem.recipe.local.batch, length, order, chance)
-
-
-@dataclass(frozen=True)
-class Adaptation:
-    """Adapts clients from the same weights and tests them at the marks."""
-
-    walk: Walk
-    exam: Federation
-    neighbours: Neighbours
-
-    def of(self, client: int, start: Tensor) -> list[Personal]:
-        """The results of one client. The network keeps the client's final weights."""
-        walk, problem = self.walk, self.walk.problem
-        samples, tested = problem.federation.samples(client), self.exam.samples(client)
-        if not tested:
-            return [Personal(client, mark, samples, 0, None, None) for mark in walk.marks]
-        module = problem.network.module
-        problem.network.load(start)
-        before, after = self._accuracy(client, module), dict[int, float]()
-
-        def reached(mark: int) -> None:
-            mixed = walk.how == "knn"
-            after[mark] = self._accuracy(client, Mixture(problem, client, self.neighbours) if mixed else module)
-
-        walk.of(client, start, reached)
-        return [Personal(client, mark, samples, tested, before, after[mark]) for mark in walk.marks]
-
-    def _accuracy(self, client: int, module: nn.Module) -> float:
-        shard = self.exam.shards[client]
-        parts = (self.exam.batch(shard[start:stop], None) for start, stop in chunks(len(shard), CHUNK))
-        problem = self.walk.problem
-        total = reduce(add, (score(module, *part, problem.task) for part in parts))
-        return total.values[problem.task.metric(problem.recipe.evaluation.metric).name]
 
 
 def summary(results: Iterable[Personal]) -> list[dict[str, Any]]:

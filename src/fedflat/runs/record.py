@@ -1,10 +1,12 @@
-"""The form of a round's record, for all who read one from a file."""
+"""The format of a round's record, for all code that reads one from a file."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
+COUNTED = ("seconds", "bytes_down", "bytes_up", "sharpness_bytes")  # numbers that are summed, so never missing
 REFUSAL = {"client": int, "reason": str, "detail": str}
 
 
@@ -36,6 +38,8 @@ def _fits(name: str, value: Any) -> bool:
         return isinstance(value, list) and all(map(_refusal, value))
     if name == "skipped" or name.endswith("_missing"):
         return isinstance(value, str)
+    if name in COUNTED:
+        return value is not None and _measure(value) and math.isfinite(value)
     return _measure(value)
 
 

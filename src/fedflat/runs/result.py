@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
-from fedflat.drawing import COLOURS, axes_for
+from fedflat.drawing import axes_for, draw_band
 from fedflat.errors import RecipeError, RunError, nearest
-from fedflat.federation import Federation
+from fedflat.federation import Federation, taking_raw
+from fedflat.files import read_whole
 from fedflat.local import Loss
 from fedflat.models import own_output
 from fedflat.recipe import Recipe
 from fedflat.rounds import Problem, flat_record
 from fedflat.runs.build import load_run
-from fedflat.runs.folder import Record, parameters, read_whole
+from fedflat.runs.folder import Record, parameters
 from fedflat.runs.record import read_record
 from fedflat.shown import Shown, framed
+from fedflat.tasks import Task
 
 if TYPE_CHECKING:
     from fedflat.flatness import Flatness
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 class Result(Shown):
     """A finished run: its recipe, one record for each round, and the global model.
 
-    `model` takes inputs as the federation normalises them (`federation.batch`); `flatness` uses these.
+    `model` takes inputs as in the data set: images as bytes or in [0, 1], other numbers as they are. It normalises them
+    itself. Its class and `state_dict` are those of the network.
     """
 
     recipe: Recipe
@@ -47,27 +50,46 @@ class Result(Shown):
 
     @classmethod
     def of(cls, problem: Problem, history: list[Record], directory: Path | None = None) -> Self:
-        """The result of a problem whose network holds the trained model."""
-        module = own_output(problem.network.module)
+        """Return the result of a problem whose network holds the trained model.
+
+        Args:
+            problem: the problem after training.
+            history: the record of each round.
+            directory: the directory of the run, if it has one.
+        """
+        module = taking_raw(own_output(problem.network.module), problem.federation.dataset)
         return cls(problem.recipe, history, module, directory, problem.federation, problem.loss)
 
     @classmethod
-    def load(cls, path: str | PathLike[str], federation: Federation | None = None) -> Self:
+    def load(
+        cls,
+        path: str | PathLike[str],
+        federation: Federation | None = None,
+        *,
+        model: nn.Module | None = None,
+        task: Task | None = None,
+    ) -> Self:
         """Read a finished run.
 
         Args:
             path: the directory of the run.
-            federation: the run's federation, required if it was made in Python.
+            federation: the run's federation, required if neither its recipe nor its directory hold it.
+            model: a module of the run's class, required if the recipe cannot build it; its weights do not matter.
+            task: the run's task, required if it was made in Python.
 
         Raises:
             RunError: if the run cannot be read, or its federation is missing.
         """
         directory = Path(path)
-        problem = load_run(directory, federation)
+        problem = load_run(directory, federation, task, module=model)
         return cls.of(problem, _records(directory / "metrics.jsonl"), directory)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Results are saved while they train, by `train(…, out=directory)`."""
+        """Refuse: a run is saved while it trains, by `train(…, out=directory)`.
+
+        Raises:
+            RunError: always; the message says what to do.
+        """
         raise RunError(f"{path}: a run is saved while it trains; give train(…, out={str(path)!r})")
 
     def curve(self, name: str) -> list[tuple[int, float]]:
@@ -95,10 +117,18 @@ class Result(Shown):
 
     @property
     def summary(self) -> Record:
+        """The last and best values, rounds to the target, traffic and size of the model, by name."""
         return summary(self.history, self.recipe) | parameters(self.model)
 
     def flatness(self, **options: Any) -> Flatness:
-        """Measure the flatness of the model on the training samples; the options are those of `flatness.look`."""
+        """Measure the flatness of the model on the training samples.
+
+        Args:
+            options: those of `fedflat.flatness.look`, such as `samples`, `k` and `seed`.
+
+        Raises:
+            RunError: if the result has no federation.
+        """
         from fedflat.flatness import look  # it loads SciPy, which training does not need
 
         if self.federation is None:
@@ -106,6 +136,7 @@ class Result(Shown):
         return look(self.model, self.federation, self.loss, **options)
 
     def caption(self) -> str:
+        """Return the method, the rounds and the last value of the metric in one line."""
         rounds = self.history[-1]["round"] if self.history else 0
         reached = "" if math.isnan(self.last()) else f", {self.recipe.metric} {self.last():.4f}"
         where = f", in {self.directory}" if self.directory else ""
@@ -115,6 +146,7 @@ class Result(Shown):
         return f"<{self.caption()}>"
 
     def rows(self) -> list[dict[str, Any]]:
+        """Return the summary as rows of a table."""
         return [{"quantity": name, "value": value} for name, value in self.summary.items()]
 
     def to_frame(self) -> Any:
@@ -138,24 +170,24 @@ class Result(Shown):
         return axes
 
     def draw(self, axes: Any, metric: str | None = None, label: str = "") -> None:
+        """Draw a metric over the rounds on existing axes.
+
+        Args:
+            axes: matplotlib's axes.
+            metric: the name of the metric; by default the one that tables follow.
+            label: the name of the line; by default the method without its options.
+        """
         metric = metric or self.recipe.metric
         curve = self.curve(metric)
-        style = "-" if len(curve) > 1 else "o"
         lines = len(axes.get_lines())
-        colour = COLOURS[lines % len(COLOURS)]
-        axes.plot(
-            *zip(*curve, strict=True) if curve else ([], []),
-            style,
-            color=colour,
-            label=label or _bare(self.recipe.method),
-        )
+        rounds, values = [round for round, _ in curve], [value for _, value in curve]
+        draw_band(axes, lines, label or bare_method(self.recipe.method), rounds, values)
         axes.set(xlabel="round", ylabel=metric)
-        axes.grid(alpha=0.3)
         if lines:
             axes.legend(frameon=False, fontsize="small")
 
 
-def _bare(method: Any) -> str:
+def bare_method(method: Any) -> str:
     """A method without options and modules: `fedsam(rho=0.05) + mine:Pull(1)` is `fedsam + Pull`."""
     return re.sub(r"\(.*?\)|[\w.]+:", "", str(method))
 

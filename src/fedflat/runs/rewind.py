@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fedflat.runs.checkpoint import Checkpoint, Checkpoints, checkpoint_rounds
+from fedflat.runs.checkpoint import Checkpoints
 from fedflat.runs.folder import DAMAGED, Record, RunFolder, read_recipe
+from fedflat.runs.manifest import Checkpoint, checkpoint_rounds
 
 
 def recalled(folder: RunFolder, found: Checkpoint | None, warn: Callable[[str], None]) -> list[Record]:
     """Cut the metrics off after a checkpoint; return the records before it.
 
-    If the metrics are damaged, as many as are readable.
+    If the metrics are damaged, only the readable records are returned.
     """
     if found is None:
         return folder.rewind({"bytes": 0})
@@ -21,7 +22,7 @@ def recalled(folder: RunFolder, found: Checkpoint | None, warn: Callable[[str], 
     history = folder.salvage(found.round)
     warn(
         f"{folder.path / 'metrics.jsonl'}: is damaged, but the weights of round {found.round} are whole, so the run "
-        f"goes on from there; {found.round - len(history)} records could not be read, and the file is kept as {DAMAGED}"
+        f"continues from there; {found.round - len(history)} records could not be read; the file is kept as {DAMAGED}"
     )
     return history
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from fedflat.errors import RecipeError, StoppedError
+from fedflat.files import read_bytes, write_whole
 from fedflat.recipe import Recipe
 from fedflat.rounds import flat_record
-from fedflat.runs.folder import Record, write_whole
+from fedflat.runs.folder import Record
 
 Ending = Literal["FINISHED", "KILLED", "FAILED"]
 LAST = "refused"  # every round has this metric, and it is written last
@@ -55,7 +56,7 @@ class Trackers:
         self._file, self._warn = run / "trackers.json", warn
         self._pages: dict[str, Record] = {}
         with suppress(OSError, ValueError):
-            self._pages = json.loads(self._file.read_bytes())
+            self._pages = json.loads(read_bytes(self._file))
         self._open: dict[str, Tracker] = {}
         for name in dict.fromkeys(recipe.trackers):
             with self._forgiving(name):
@@ -167,7 +168,8 @@ def _last_step(folder: Path) -> int:
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
-    found = (raw for file in folder.glob("events.*") for raw in RawEventFileLoader(str(file)).Load())
+    files = (file for file in folder.glob("events.*") if file.is_file())  # reading a pipe would block
+    found = (raw for file in files for raw in RawEventFileLoader(str(file)).Load())
     return max((int(Event.FromString(raw).step) for raw in found), default=0)
 
 

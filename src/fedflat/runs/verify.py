@@ -23,8 +23,9 @@ from fedflat.engine import Inline
 from fedflat.errors import DataError, FedflatError, RecipeError, nearest
 from fedflat.methods import Uploads
 from fedflat.rounds import Problem, conduct, first_state, one_thread, view
+from fedflat.runs.adaptation import ALONE, Walk
 from fedflat.runs.neighbours import Mixture, Neighbours, features_and_logits
-from fedflat.runs.personal import ALONE, Walk, epoch_marks
+from fedflat.runs.personal import epoch_marks
 from fedflat.runs.trajectory import Arrays, Shapes, check_samples, problem_of, read, refuse_others, samples_of, shape_of
 
 EXACT = ("accuracy_", "predictions_")  # arrays that must be equal, regardless of the tolerance

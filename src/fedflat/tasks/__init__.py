@@ -1,4 +1,4 @@
-"""What is learnt: the loss, the metrics of a model, and the meaning of its outputs."""
+"""Tasks: the loss, the metrics of a model, and the meaning of its outputs."""
 
 from fedflat.tasks.scoring import Accuracy, MeanAveragePrecision, Metric, Perplexity, RSquared, SquaredError
 from fedflat.tasks.task import CLASSIFICATION, GIVEN, TASKS, Loss, Task, TokenLoss, counted, find_task

@@ -26,20 +26,26 @@ Floats = NDArray[np.float64]
 class Metric(ABC):
     """The sums of one metric over some samples. A subclass is a dataclass of numbers that can be pickled.
 
-    `name` is the metric's name in the records, and `higher` says whether more is better.
+    `name` is the metric's name in the records, and `higher` says whether larger values are better.
     """
 
     name: ClassVar[str]
     higher: ClassVar[bool] = True
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @classmethod
     @abstractmethod
     def of(cls, outputs: Tensor, labels: Tensor) -> Self:
-        """Return the sums over one chunk of samples."""
+        """Return the sums over one chunk of samples.
 
-    @abstractmethod
+        Args:
+            outputs: the outputs of the model, one row for each sample.
+            labels: the labels of these samples.
+        """
+
     def __add__(self, other: Any) -> Self:
-        """Return the sums over both chunks."""
+        """Return the sums over both chunks, by default field by field."""
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     @property
     @abstractmethod
@@ -49,9 +55,9 @@ class Metric(ABC):
 
 @dataclass(frozen=True)
 class Accuracy(Metric):
-    """The share of labels with the largest logit, over all samples or, for token labels, over all tokens that count.
+    """The share of samples, or for token labels of the tokens that count, whose label has the largest logit.
 
-    For labels that are not classes there is none, and the value is NaN.
+    The value is NaN for labels that are not classes.
     """
 
     name = "accuracy"
@@ -100,13 +106,10 @@ class Perplexity(Metric):
         rows, classes = counted_rows(outputs, labels)
         return cls(float(F.cross_entropy(rows.double(), classes, reduction="sum")), len(classes))
 
-    def __add__(self, other: Perplexity) -> Self:
-        return type(self)(self.nats + other.nats, self.tokens + other.tokens)
-
     @property
     def value(self) -> float:
         mean = self.nats / self.tokens if self.tokens else math.nan
-        return math.exp(mean) if mean < 700 else math.inf  # exp overflows beyond
+        return math.exp(mean) if mean < 700 else math.inf  # exp overflows for larger values
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class RSquared(Metric):
 
         mean = (n₁ mean₁ + n₂ mean₂)/n,      M = M₁ + M₂ + (mean₁ − mean₂)² n₁ n₂/n,
 
-    which does not cancel for targets far from 0. A target that is constant counts 1 if it is predicted exactly, else 0.
+    which avoids cancellation for targets far from 0. A constant target counts 1 if it is predicted exactly, else 0.
     """
 
     name = "r2"
@@ -167,9 +170,6 @@ class SquaredError(Metric):
         y = labels.double()
         return cls(float((y - outputs.double().reshape(y.shape)).square().sum()), y.numel())
 
-    def __add__(self, other: SquaredError) -> Self:
-        return type(self)(self.total + other.total, self.count + other.count)
-
     @property
     def value(self) -> float:
         return self.total / self.count
@@ -191,9 +191,6 @@ class MeanAveragePrecision(Metric):
     @classmethod
     def of(cls, outputs: Tensor, labels: Tensor) -> Self:
         return cls((outputs.float().cpu().numpy(),), ((labels > 0.5).reshape(outputs.shape).cpu().numpy(),))
-
-    def __add__(self, other: MeanAveragePrecision) -> Self:
-        return type(self)(self.scores + other.scores, self.targets + other.targets)
 
     @property
     def value(self) -> float:

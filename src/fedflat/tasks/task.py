@@ -1,13 +1,13 @@
-"""Tasks: which loss is minimised, by which metrics a model is judged, and what its outputs mean."""
+"""Tasks: the loss to minimise, the metrics that evaluate a model, and the meaning of its outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedflat.errors import RecipeError, nearest
 from fedflat.tasks.scoring import (
@@ -22,11 +22,12 @@ from fedflat.tokens import IGNORED
 from fedflat.trusted import named_class
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Made = TypeVar("Made")
 Output = Literal["classes", "tokens", "values", "labels"]
-# Fields of a round's record that a metric's name must not hide.
+# Fields of a round's record, which cannot be names of metrics.
 TAKEN = {"round", "loss", "local_loss", "train_loss", "cohort", "bytes_down", "bytes_up", "notes", "refused", "skipped",
          "seconds", "lambda1", "epsilon", "class_accuracy", "name", "method", "seed"}  # fmt: skip
-GIVEN = "given"  # the name of a task that was made in Python and that no recipe can name
+GIVEN = "given"  # the name of a task that was made in Python and cannot be named in a recipe
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,13 @@ class Task:
         metrics: subclasses of `Metric`. Tables, targets and checkpoints follow the first one by default.
         output: what an output is: "classes" the logits of one class, "tokens" those of a class for every token,
             "values" numbers, "labels" the logits of several labels that are each present or not.
+        written: how a recipe names the task, if that is more than a name.
     """
 
     loss: Loss
     metrics: tuple[type[Metric], ...] = (Accuracy,)
     output: Output = "classes"
+    written: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         names = [metric.name for metric in self.metrics]
@@ -62,6 +65,8 @@ class Task:
     @property
     def name(self) -> str:
         """The name by which a recipe finds the task again."""
+        if self.written:
+            return self.written
         for name, task in TASKS.items():
             if self == task:
                 return name
@@ -88,8 +93,12 @@ class Task:
     def check(self, dataset: str, labels: Tensor) -> None:
         """Check that labels are of the task's kind.
 
+        Args:
+            dataset: the name of the data set, for the error message.
+            labels: the labels of the training samples.
+
         Raises:
-            RecipeError: they are not; the message names the data set.
+            RecipeError: if they are not.
         """
         floating, each = labels.is_floating_point(), labels.ndim
         wrong = {
@@ -123,7 +132,7 @@ class TokenLoss:
 
 
 def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
-    """The mean of (y − ŷ)² over samples and targets; outputs (N, 1) serve labels (N,)."""
+    """The mean of (y − ŷ)² over samples and targets; labels (N,) may have outputs (N, 1)."""
     return F.mse_loss(outputs.reshape(labels.shape), labels)
 
 
@@ -132,10 +141,10 @@ def binary_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(outputs, labels)
 
 
-def counted(loss: Any, labels: Tensor) -> int:
-    """Return how many samples, or whatever the loss averages over, the loss of a batch is the mean of."""
+def counted(loss: Any, labels: Tensor) -> float:
+    """Return the number of samples, or other items such as tokens, over which the loss of a batch is the mean."""
     count = getattr(loss, "counted", None)
-    return len(labels) if count is None else int(count(labels))
+    return len(labels) if count is None else count(labels)
 
 
 CLASSIFICATION = Task(F.cross_entropy)
@@ -148,22 +157,51 @@ TASKS: dict[str, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """Return the task of this name, or make the trusted class at `package.module:Name`.
+    """Return the task of this name, or an instance of the trusted class at `package.module:Name`.
+
+    Options in parentheses set another loss (a trusted subclass of `nn.Module`) and add metrics (trusted subclasses of
+    `Metric`), as in `classification(loss=mine:Focal, metric=mine:F1)`.
 
     Raises:
-        RecipeError: there is no such task, or its class is not trusted or not a `Task`.
+        RecipeError: there is no such task, or a class is not trusted or not of the right kind.
 
     >>> find_task("regression").metric().name
     'r2'
+    >>> [metric.name for metric in find_task("classification(metric=fedflat.tasks:Perplexity)").metrics]
+    ['accuracy', 'perplexity']
     """
+    base, opened, inside = name.partition("(")
+    task = _named(base.strip())
+    if not opened:
+        return task
+    if not inside.endswith(")"):
+        raise RecipeError(f"task = {name!r}: write it like classification(loss=package.module:Loss)")
+    loss, metrics = task.loss, list(task.metrics)
+    for text in filter(None, (each.strip() for each in inside[:-1].split(","))):
+        option, _, path = (each.strip() for each in text.partition("="))
+        if option == "loss":
+            loss = _made(path, nn.Module, "loss")
+        elif option == "metric":
+            metrics.append(named_class(path, Metric, "metric"))  # type: ignore[type-abstract]
+        else:
+            raise RecipeError(f"task = {name!r}: {option!r} is not an option of a task; give loss or metric")
+    return Task(loss, tuple(metrics), task.output, written=name)
+
+
+def _named(name: str) -> Task:
     if name in TASKS:
         return TASKS[name]
     if name == GIVEN:
         raise RecipeError("task = 'given': this task was made in Python; pass it to fedflat.train again")
     if ":" not in name:
         raise RecipeError(f"task = {name!r}: there is no such task; {nearest(name, TASKS)}")
-    made: Callable[[], Task] = named_class(name, Task, "task")
+    return _made(name, Task, "task")
+
+
+def _made(path: str, kind: type[Made], field: str) -> Made:
+    """Return an instance of a trusted class, made without arguments."""
+    made: Callable[[], Made] = named_class(path, kind, field)
     try:
         return made()
-    except Exception as error:
-        raise RecipeError(f"task = {name!r}: could not be made: {error}") from error
+    except Exception as error:  # the user's code may raise anything
+        raise RecipeError(f"{field} = {path!r}: could not be made: {error}") from error

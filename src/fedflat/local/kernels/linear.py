@@ -89,8 +89,8 @@ class Chain:
 def linear_layers(network: Network) -> list[nn.Linear]:
     """Return the linear layers of a network that is a chain.
 
-    The list is empty if the network has other, shared or frozen layers, hooks or autocast. This is asked for every
-    client, so it looks at the layers only and does not walk over the module.
+    The list is empty if the network has other, shared or frozen layers, hooks or autocast. This is called for
+    every client, so it only looks at the layers and does not traverse the whole module.
     """
     module = network.module
     if type(module) is not nn.Sequential or module._parameters or network.base or network.autocast:

@@ -1,6 +1,6 @@
 """The parts: one class for each idea of the papers. A method is a chain of parts."""
 
-from fedflat.methods.parts.ascent import AdaptiveAscent, Ascent, InterpolatedAscent, LookbackAscent
+from fedflat.methods.parts.ascent import AdaptiveAscent, Ascent, InterpolatedAscent, LookbackAscent, SparingAscent
 from fedflat.methods.parts.carried_descent import CarriedAdamW, CarriedMuon
 from fedflat.methods.parts.compression import TopK
 from fedflat.methods.parts.consensus import ConsensusAscent, PrintedConsensus
@@ -83,6 +83,7 @@ __all__ = [
     "ServerAscent",
     "ServerMomentum",
     "ServerStep",
+    "SparingAscent",
     "TopEigenvalue",
     "TopK",
     "TrimmedMean",

@@ -46,6 +46,48 @@ class Ascent(Part):
 
 
 @dataclass(frozen=True)
+class SparingAscent(Part):
+    """SAM with fewer gradients (LookSAM): ε = ρ g/‖g‖ in every k-th step only, with g on a share of the batch.
+
+        steps 0, k, 2k, …    g = ∇f(w) on the first ⌈fraction · B⌉ samples,   s = ∇f(w + ε),
+                             h = s − (s·ĝ) ĝ,   and the step uses s
+        other steps          g = ∇f(w),   and the step uses  g + α ‖g‖ ĥ
+
+    Here x̂ = x/‖x‖. The direction h, in which SAM differs from plain SGD, changes slowly and is reused until the
+    next ascent. A step needs (k + fraction)/k gradients on average. With k = 1 and fraction = 1 it is FedSAM.
+
+    Deviations: the paper's ascent uses the whole batch (`fraction = 1`). With a smaller fraction, batch-norm takes its
+    statistics from that share. The default of α is ours.
+    """
+
+    rho: float = option(0.1, "radius ρ of the perturbation", low=0)
+    every: int = option(5, "steps k from one ascent to the next", low=1)
+    fraction: float = option(1.0, "share of the batch on which the ascent is computed", low=0, high=1, open_low=True)
+    mix: float = option(0.7, "weight α of the direction h in the steps between", low=0)
+
+    def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
+        if not self.rho:
+            return rule
+        if self.every == 1 and self.fraction == 1:
+            return Ascent(self.rho).plan(rule, sent, memory)
+        kept = {"sharp": torch.zeros_like(sent["weights"])} if self.every > 1 else {}
+        return rule.with_ascent(self, step=torch.zeros(1), **kept)
+
+    def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]:
+        k, carry = int(carry["step"]), {**carry, "step": carry["step"] + 1}
+        if k % self.every:
+            g = slope()
+            return torch.addcmul(g, carry["sharp"], g.norm(), value=self.mix), carry
+        with slope.first(self.fraction):
+            g = slope()
+        sharp = slope(g, per_norm(self.rho, g))
+        if self.every > 1:
+            g = along(g, 1.0)
+            carry["sharp"] = along(sharp - sharp.dot(g) * g, 1.0)
+        return sharp, carry
+
+
+@dataclass(frozen=True)
 class AdaptiveAscent(Part):
     """Adaptive SAM (FedASAM):  ε = ρ T²g/‖T g‖ with T = |w| + η, which makes ε invariant to rescaling of layers.
 
@@ -131,8 +173,8 @@ class InterpolatedAscent(Part):
         server:  w̃ = w + ρ_g (w_old − w)/‖w_old − w‖,      c = mean of the last W of 1[ mean ‖Δᵢ‖ > T ]
         client:  the gradient is taken at  c w̃ + (1 − c)(w + ρ g/‖g‖)
 
-    w_old is the global model of the previous round, and c = 0 in round 0. The more the clients diverge, the larger is
-    the weight of the global perturbation.
+    w_old is the global model of the previous round, and c = 0 in round 0. The weight of the global perturbation
+    grows with the divergence of the clients.
 
     Deviations: none known. Of the defaults of W, T and ρ_g, only W = 30 is published.
     """

@@ -18,7 +18,7 @@ from fedflat.models import Layout
 
 @dataclass(frozen=True)
 class CarriedDescent(Part):
-    """A local optimiser that begins a round with the mean of one of the clients' vectors, its `carried` state.
+    """A local optimiser that starts each round from the mean of one of the clients' state vectors, the `carried` one.
 
     The server also sends the last global update as a direction, Δ_G = −mean_S Δᵢ/(K η).
     """
@@ -30,17 +30,22 @@ class CarriedDescent(Part):
         return {"direction": torch.zeros_like(weights), self.carried: torch.zeros_like(weights)}
 
     def broadcast(self, server: ServerView) -> Vectors:
-        return dict(server.vectors)
+        return {**server.vectors, self.carried: self.packed(server[self.carried], server.layout)}
 
     def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
-        return upload.update(**{self.carried: self.shared(outcome.descent[self.carried], outcome.rule.layout)}), {}
-
-    def shared(self, state: Tensor, layout: Layout) -> Tensor:
-        """Return what a client uploads of its carried state."""
-        return state
+        return upload.update(**{self.carried: self.packed(outcome.descent[self.carried], outcome.rule.layout)}), {}
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
-        return move, {"direction": mean_gradient(uploads), self.carried: uploads.average(self.carried)}
+        carried = self.unpacked(uploads.average(self.carried), server.layout)
+        return move, {"direction": mean_gradient(uploads), self.carried: carried}
+
+    def packed(self, state: Tensor, layout: Layout) -> Tensor:
+        """Return the carried state in the form in which server and clients send it."""
+        return state
+
+    def unpacked(self, sent: Tensor, layout: Layout) -> Tensor:
+        """Return the carried state, as a vector of the model's size, from the form in which it was sent."""
+        return sent
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,13 @@ class CarriedAdamW(CarriedDescent):
                  w ← w − η ( m̂/(√v̂ + ε) + α Δ_G ) − η wd · w,      m̂ = m/(1 − β₁ᵏ),  v̂ = v/(1 − β₂ᵗ),  t = r K + k
         server:  v̄ = mean_S of the clients' v, averaged over each block,      Δ_G = −mean_S Δᵢ/(K η)
 
-    A block is one tensor of the model, and all of its entries get the mean of their v. In the first round v̄ and Δ_G are
-    0, and the round is that of `adamw`.
+    A block is one tensor of the model, and all of its entries get the mean of their v. Only the means are sent, one
+    number per tensor in each direction. In the first round v̄ and Δ_G are 0, and the steps are those of `adamw`.
 
-    Deviations: the source of the equations is the arXiv version of the paper as summarised by others, and the released
+    Deviations: the equations are taken from summaries by others of the paper's arXiv version, and from the released
     code. The paper prints −λ w inside the bracket, which would make the weights grow; the decay here is AdamW's. The
-    paper divides the tensors of attention into smaller blocks, and uploads one number per block; here a vector of the
-    model's size is sent, and its bytes are counted. The released code shares v without the mean over blocks
-    (`blocks=False`). K is the client's own number of steps.
+    paper divides the tensors of attention into smaller blocks. The released code shares v without the mean over blocks
+    (`blocks=False`), as a vector of the model's size. K is the client's own number of steps.
     """
 
     carried = "square"
@@ -70,21 +74,24 @@ class CarriedAdamW(CarriedDescent):
     beta2: float = option(0.999, "decay β₂ of the square", low=0, high=1)
     eps: float = option(1e-8, "ε beside the root", low=0, open_low=True)
 
-    def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
-        return rule.with_descent(AlignedAdamW(self, sent["direction"], sent["square"], rule.round * rule.steps))
+    @property
+    def tensorwise(self) -> tuple[str, ...]:
+        return ("square",) if self.blocks else ()
 
-    def shared(self, state: Tensor, layout: Layout) -> Tensor:
-        if not self.blocks:
-            return state
-        mean = torch.empty_like(state)
-        for span in layout.slices.values():
-            mean[span] = state[span].mean()
-        return mean
+    def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
+        square = self.unpacked(sent["square"], rule.layout)
+        return rule.with_descent(AlignedAdamW(self, sent["direction"], square, rule.round * rule.steps))
+
+    def packed(self, state: Tensor, layout: Layout) -> Tensor:
+        return layout.means(state) if self.blocks else state
+
+    def unpacked(self, sent: Tensor, layout: Layout) -> Tensor:
+        return layout.spread(sent) if self.blocks else sent
 
 
 @dataclass(frozen=True)
 class AlignedAdamW:
-    """The optimiser of `CarriedAdamW`; v has seen `before` steps."""
+    """The optimiser of `CarriedAdamW`; `before` is the number of earlier steps of v."""
 
     part: CarriedAdamW
     direction: Tensor
@@ -111,13 +118,13 @@ class CarriedMuon(CarriedDescent):
                  w ← w − η ( (1 − α) orthogonal(M) + α Δ_G ) − η wd · w
         server:  M̄ = mean_S Mᵢ,      Δ_G = −mean_S Δᵢ/(K η)
 
-    orthogonal(·) is that of `muon`, with its factor √max(1, m/n) for a matrix of m rows and n columns. Biases and norms
-    use AdamW, reset in every round, in place of orthogonal(M). In the first round Δ_G is 0 and the steps are shortened
-    by 1 − α.
+    orthogonal(·) is the same as in `muon`, with the factor √max(1, m/n) for a matrix of m rows and n columns. Biases
+    and norms use AdamW, reset in every round, in place of orthogonal(M). In the first round Δ_G is 0 and the steps are
+    multiplied by 1 − α.
 
-    Deviations: the source of the equations is the arXiv version of the paper (2510.27403) as summarised by others, and
-    the released code. The code looks ahead of M (Nesterov) and multiplies the rate of the matrices by a constant;
-    neither is in the equations. Another FedMuon (arXiv 2509.26337) corrects the bias of orthogonal(·) by control
+    Deviations: the equations are taken from summaries by others of the paper's arXiv version (2510.27403), and from
+    the released code. The code uses Nesterov momentum and multiplies the rate of the matrices by a constant; neither
+    is in the equations. Another FedMuon (arXiv 2509.26337) corrects the bias of orthogonal(·) by control
     variates and is a different method.
     """
 

@@ -21,11 +21,11 @@ class TopK(Part):
         upload  top_k(Δᵢ + eᵢ),   eᵢ ← Δᵢ + eᵢ − top_k(Δᵢ + eᵢ)     with feedback
 
     With error feedback the client keeps in eᵢ what it has not uploaded, so that no part of an update is lost. Δᵢ is the
-    update after the changes of the parts before; largest means by absolute value, over the whole model.
+    update after the changes of the previous parts. Entries are compared by absolute value, over the whole model.
 
     With `local_dp`, which is always the last step of an upload, the sparse update is clipped, and all d entries get
-    noise: which entries were kept depends on the client's data, and noise on these alone would reveal it. The reported
-    ε is that of `local_dp` and holds for the upload as the server sees it. eᵢ stays on the client.
+    noise: the choice of entries depends on the client's data, and noise on these entries alone would reveal it. The
+    reported ε is that of `local_dp` and holds for the upload as the server sees it. eᵢ stays on the client.
 
     Deviations: a sparse update is stored, sent and counted as a dense one. What other parts keep on the client
     (FedDyn's hᵢ, SCAFFOLD's cᵢ) comes from the full update.

@@ -23,12 +23,12 @@ class RelaxedStart(Part):
         client:  starts at  wᵗ + β (wᵗ − wᵢ),      wᵢ = its model at the end of its last round, w⁰ before the first
         server:  w ← w + mean_S Δᵢ,                Δᵢ measured from the client's own start
 
-    For the other parts of a method, the client's start takes the place of the weights that it received, as in the
-    authors' FL-Simulator: it is the anchor of FedProx and FedDyn and the reference of a distillation.
+    For the other parts of a method, the client's start replaces the weights that it received, as in the authors'
+    FL-Simulator: it is the anchor of FedProx and FedDyn and the reference of a distillation.
 
     Deviations: only the abstract of the paper was available; the equations are those of the authors' simulator
-    (`use_RI`). There FedDyn and FedSpeed average the clients' models instead of wᵗ + Δᵢ, so their sums with this part
-    differ. Consistency and `evaluation.model = "active"` take wᵗ + Δᵢ as the client's model, too.
+    (`use_RI`). There FedDyn and FedSpeed average the clients' models instead of wᵗ + Δᵢ, so the results of combining
+    them with this part differ. Consistency and `evaluation.model = "active"` also use wᵗ + Δᵢ as the client's model.
     """
 
     beta: float = option(0.1, "how far β beyond the global model", low=0)

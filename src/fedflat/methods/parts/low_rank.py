@@ -1,4 +1,4 @@
-"""The average of low-rank adapters by what they compute, the products BA, instead of by their factors."""
+"""An average of low-rank adapters that averages their products BA instead of their factors."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from fedflat.methods.uploads import Uploads
 from fedflat.models import Layout, factors
 
 Factors = tuple[Tensor, Tensor]  # A, with r rows, and B, with r columns
-NEGLIGIBLE = 1e-12  # a singular value below this share of the largest is rounding
+NEGLIGIBLE = 1e-12  # singular values below this share of the largest are rounding errors
 FLOOR = 1e-3  # smallest singular value of the new A, as a share of its largest
 
 
 @dataclass(frozen=True)
 class ProductAverage(Part):
-    """The clients' mean correction instead of their mean factors, for models with LoRA adapters:
+    """Average the products BA of the clients' LoRA adapters instead of the factors A and B:
 
         B A ← the nearest matrix of rank r to  P = Σ pᵢ BᵢAᵢ,      by the singular value decomposition of P
 
     The mean of the factors gives  (Σ pᵢ Bᵢ)(Σ pᵢ Aᵢ) ≠ P,  with an error that grows with the differences between the
-    clients. P has a rank of up to n r. What its r largest singular values do not hold is lost: the squared error is
-    Σ σⱼ² over j > r, the smallest possible. If all clients have the same A, or if there is one client, nothing is lost
-    and the average is the plain one.
+    clients. P has a rank of up to n r. Only its r largest singular values are kept: the squared error is Σ σⱼ² over
+    j > r, which is the smallest possible. If all clients have the same A, or if there is only one client, the error is
+    0 and the result is the plain average.
 
     The factors of a product are not unique. A is the mean of the Aᵢ, projected to the rows of P, and B follows, so that
     both stay near the plain average and the next round starts from factors of the usual size. P is not formed if n r is
-    less than both of its sides: its decomposition follows from those of the stacked Bᵢ and Aᵢ.
+    less than both of its dimensions: its decomposition follows from those of the stacked Bᵢ and Aᵢ.
 
     Weights outside of the adapters are averaged as usual. It is selected by `model.lora.average = "product"`.
 
-    FlexLoRA (Bai et al. 2024, NeurIPS) has the same average, for clients with different ranks, and other factors of it.
+    FlexLoRA (Bai et al. 2024, NeurIPS) uses the same average, for clients with different ranks, with other factors.
     """
 
     sees = "each"
@@ -53,7 +53,7 @@ class ProductAverage(Part):
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         move = uploads.average("delta").clone()
         here, there = server.layout.views(server.start), server.layout.views(move)
-        deltas = [server.layout.views(upload.delta) for upload in uploads] if here else []
+        deltas = [server.layout.views(upload.delta) for upload in uploads]
         for a, b in factors(server.layout):
             clients = [(_rows(here[a] + delta[a]), _rows(here[b] + delta[b])) for delta in deltas]
             for name, factor in zip((a, b), refactored(clients, uploads.weights), strict=True):
@@ -62,7 +62,7 @@ class ProductAverage(Part):
 
 
 def _rows(factor: Tensor) -> Tensor:
-    """A factor as a matrix in float64; that of a convolution has its kernel in further dimensions."""
+    """Return a factor as a matrix in float64; the factors of a convolution have further dimensions for its kernel."""
     return factor.flatten(1).double()
 
 
@@ -80,7 +80,7 @@ def refactored(clients: Sequence[Factors], weights: Sequence[float]) -> Factors:
     )
     kept = min(int((sigma > NEGLIGIBLE * sigma[0]).sum()), len(mean))
     u, sigma, v = u[:, :kept], sigma[:kept], v[:, :kept]
-    # The new A has the rows of P and, if P has fewer than r, those of the mean A that are farthest from them.
+    # The new A spans the rows of P and, if P has a rank below r, the directions of the mean A farthest from them.
     _, _, rest = torch.linalg.svd(mean - mean @ v @ v.T, full_matrices=False)
     span, _ = torch.linalg.qr(torch.cat([v, rest[: len(mean) - kept].T], dim=1))
     x, stretch, y = torch.linalg.svd(mean @ span)
@@ -91,7 +91,7 @@ def refactored(clients: Sequence[Factors], weights: Sequence[float]) -> Factors:
 
 
 def _decomposed(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U, σ and V of the product of two matrices, without forming it if it is larger than what they share."""
+    """Return U, σ and V of a product of two matrices, without forming it if the inner dimension is the smallest."""
     if left.shape[1] >= min(left.shape[0], right.shape[1]):
         u, sigma, v = torch.linalg.svd(left @ right, full_matrices=False)
         return u, sigma, v.T

@@ -41,12 +41,17 @@ class Privacy(Part):
             )
 
     def clipped(self, delta: Tensor) -> Tensor:
-        """Return Δ · min(1, C/‖Δ‖)."""
+        """Return Δ · min(1, C/‖Δ‖), or 0 if Δ is not finite.
+
+        Noise does not hide NaN: a server could send weights that overflow only on certain samples, and read from an
+        upload whether the client has such samples.
+        """
         norm: Tensor = torch.linalg.vector_norm(delta)
-        return delta * (self.clip / norm).clamp(max=1.0)
+        clipped = delta * (self.clip / norm).clamp(max=1.0)
+        return torch.where(torch.isfinite(delta).all(), clipped, torch.zeros_like(delta))
 
     def drawn(self, like: Tensor, seed: int, round: int, client: int = 0) -> Tensor:
-        """Draw from N(0, (z C)² I)."""
+        """Draw from N(0, (z C)² I), with the shape, type and device of `like`."""
         if self.entropy == "system":
             unit = system_normal(like.numel())
         else:
@@ -89,10 +94,10 @@ class LocalPrivacy(Privacy):
     parts. The average and the server's step are those of the method. With `entropy = "recipe"` anyone who knows the
     seed, including the server, can remove the noise, so use it only in simulations.
 
-    ε is that of a client's uploads towards the server, which sees each of them. In DP-FedSAM a client's noise has the
-    variance σ² C²/n for n clients in a round: z = σ/√n, 0.13 for its σ = 0.95 and n = 50. Its ε is that of the sum over
-    the round, which is all that a secure aggregation would show; the one reported here is much larger. The released
-    code of DP-FedSAM clips each tensor by itself, and its SAM is adaptive; here C bounds the whole update.
+    ε holds for a client's uploads as the server sees them, one by one. In DP-FedSAM a client's noise has the variance
+    σ² C²/n for n clients in a round: z = σ/√n, which is 0.13 for its σ = 0.95 and n = 50. Its ε holds for the sum over
+    the round, which is all that secure aggregation would reveal; the ε reported here is much larger. The released code
+    of DP-FedSAM clips each tensor separately, and its SAM is adaptive; here C bounds the whole update.
 
     Deviations: the paper clips the client's weights, and its server adds more noise before it broadcasts. Here the
     update is clipped, and no processing of noisy uploads on the server can weaken their privacy.

@@ -144,9 +144,9 @@ class MomentumControls(ControlVariates):
 
     With γ = 1 and all clients in every round this is SCAFFOLD.
 
-    Deviations: of the paper only the abstract was available; the equations are those of the released code. It sets c to
-    mean_S cᵢ⁺ in the first round, and what it runs under the name of FedMoSWA has neither FedSWA's falling rate nor its
-    longer server step, which are the paper's. K η is the sum of the η_k of the falling rate.
+    Deviations: only the abstract of the paper was available; the equations are those of the released code. The code
+    sets c to mean_S cᵢ⁺ in the first round. Its FedMoSWA lacks the falling rate and the longer server step of FedSWA,
+    which are in the paper. K η is the sum of the η_k of the falling rate.
     """
 
     gamma: float = option(0.4, "share γ of the new controls in c", low=0, high=1)
@@ -161,7 +161,7 @@ class MomentumControls(ControlVariates):
 
 
 def mean_gradient(uploads: Uploads) -> Tensor:
-    """Return −Σ pᵢ Δᵢ/(Kᵢ ηᵢ): what the clients subtracted in a step, on average."""
+    """Return −Σ pᵢ Δᵢ/(Kᵢ ηᵢ), the mean direction that the clients subtracted in a step."""
     weights = [-weight / pace for weight, pace in zip(uploads.weights, uploads.paces, strict=True)]
     return uploads.sum("delta", weights)
 

@@ -76,8 +76,8 @@ class CentredClipping(RobustAverage):
     round. With `beta` the clients send a momentum in place of Δ,  mᵢ ← β mᵢ + (1 − β) Δᵢ,  which they keep between
     rounds. It makes honest clients more similar over the rounds, so that an attack within their spread has less effect.
 
-    Deviations: with `radius = 0`, the default, τ is the median of the distances, so that no scale need be known. For
-    the vectors uploaded in addition to Δ there is no last move, and v starts at the median of each coordinate.
+    Deviations: with `radius = 0`, the default, τ is the median of the distances, so that the scale need not be known.
+    For the vectors uploaded in addition to Δ there is no last move, and v starts at the median of each coordinate.
     """
 
     radius: float = option(0.0, "radius τ of the clip; 0 = the median distance", low=0)

@@ -13,6 +13,8 @@ from fedflat.methods.part import Part, ServerView, option
 from fedflat.methods.parts.ascent import along
 from fedflat.methods.uploads import Upload, Uploads, Weighting
 
+MANY = 100_000  # steps beyond which a sum over them is computed in closed form
+
 
 @dataclass(frozen=True)
 class AdaptiveServer(Part):
@@ -102,9 +104,9 @@ class Extrapolation(Part):
 
         w ← w + η_g Δ̄,      η_g = max( 1, Σ pᵢ ‖Δᵢ‖² / (2 (‖Δ̄‖² + ε)) )
 
-    pᵢ are the weights of the average, 1/n in the paper. The norms are those of the uploads; the factor multiplies the
-    move of the method, whatever other parts have made of Δ̄. The paper evaluates the mean of the last two iterates,
-    because they oscillate (`average`); training continues from w.
+    pᵢ are the weights of the average, 1/n in the paper. The norms are those of the uploads. The factor multiplies the
+    method's move, with the changes that other parts have made to Δ̄. The paper evaluates the mean of the last two
+    iterates, because they oscillate (`average`); training continues from w.
 
     Deviations: the released code multiplies ε by the number of clients and by the square of the learning rate's decay
     in every round. This part implements the paper's formula.
@@ -166,9 +168,12 @@ class NormalisedAveraging(Part):
         w ← w + τ Σ pᵢ Δᵢ/aᵢ,      τ = Σ pᵢ aᵢ
 
     aᵢ is the client's number of steps. With momentum β it is (K − β (1 − β^K)/(1 − β))/(1 − β). With a proximal term μ
-    it is given by a ← (1 − η μ) a + 1 over the K steps, and τ = Σ pᵢ Kᵢ.
+    it is given by a ← (1 − η μ) a + 1 over the K steps, and τ = Σ pᵢ Kᵢ. In a deployment, a client's steps count in
+    τ with the share of its samples that counts. Otherwise a client that claims a billion samples would scale the move
+    of all clients.
 
-    Deviations: the FedSoL repository adds a correction to FedNova whose global half is never updated. It is left out.
+    Deviations: the FedSoL repository adds a correction to FedNova whose global half is never updated. This part leaves
+    it out.
     """
 
     sees = "each"
@@ -181,7 +186,7 @@ class NormalisedAveraging(Part):
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         pairs = [(w, upload["normaliser"].tolist()) for w, upload in zip(uploads.weights, uploads, strict=True)]
-        tau = sum(w * steps for w, (_, steps) in pairs)
+        tau = sum(w * counted * steps for (w, (_, steps)), counted in zip(pairs, uploads.counted, strict=True))
         return uploads.sum("delta", [tau * w / a for w, (a, _) in pairs]), {}
 
 
@@ -191,9 +196,11 @@ def _proximal(rule: LocalRule) -> float:
 
 
 def _proximal_steps(rule: LocalRule) -> float:
-    a = 0.0
+    a, kept = 0.0, 1 - rule.lr * _proximal(rule)
+    if rule.steps > MANY:
+        return (1 - kept**rule.steps) / (1 - kept) if -1 < kept < 1 else float(rule.steps)
     for _ in range(rule.steps):
-        a = (1 - rule.lr * _proximal(rule)) * a + 1
+        a = kept * a + 1
     return a
 
 

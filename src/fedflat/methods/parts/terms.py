@@ -142,9 +142,9 @@ class MovingTeacher(Part):
         client:  + γ τ² KL( softmax(z_T/τ) ‖ softmax(z/τ) ),      z_T = the teacher's logits, the mean over the batch
         server:  teacher ← α · teacher + (1 − α) · w,             with the new w; it starts at the initial weights
 
-    Deviations: none from the authors' code, whose recorded runs this part repeats. Of the paper only the abstract and a
-    summary by others were available. There the server adds the mean of the duals of the round's clients; the code, and
-    `fedgmt`, add that of all clients.
+    Deviations: none from the authors' code; this part reproduces its recorded runs. Only the abstract of the paper and
+    a summary by others were available. There the server adds the mean of the duals of the round's clients. The code
+    and `fedgmt` add the mean over all clients.
     """
 
     stage = "evaluation"
@@ -219,9 +219,9 @@ class TopEigenvalue(Part):
     v maximises the Rayleigh quotient: each of the `steps` in a local step takes the best vector of span{v, ∇²ℓ v}, so
     that v does not converge to a large negative eigenvalue. v is kept between the steps of a client's round.
 
-    The gradient of the term needs third derivatives, and every product with ∇²ℓ second derivatives. In units of a plain
-    step, a local step costs about 11 + 3 · `steps` on the FedAvg-CNN and 5 + 3 · `steps` on an MLP. If λ₁ ≤ τ no third
-    derivative is needed, and it costs about 4 + 3 · `steps`. MAN costs a tenth of a step.
+    The gradient of the term needs third derivatives, and every product with ∇²ℓ needs second derivatives. In units of a
+    plain step, a local step costs about 11 + 3 · `steps` on the FedAvg-CNN and 5 + 3 · `steps` on an MLP. If λ₁ ≤ τ no
+    third derivative is needed, and it costs about 4 + 3 · `steps`. MAN costs a tenth of a step.
 
     Deviations: the paper states the constrained problem but does not solve it in this way. This part is for comparison.
     """
@@ -238,6 +238,8 @@ class TopEigenvalue(Part):
 @dataclass
 class EigenvalueTerm:
     """c max(0, vᵀ∇²ℓ v − τ); it stores v for the steps of one client's round."""
+
+    curvature: ClassVar[bool] = True
 
     weight: float
     steps: int

@@ -1,4 +1,4 @@
-"""FedWMSAM: momentum and control variates with a weight that adapts, and a perturbation along the momentum."""
+"""FedWMSAM: momentum and control variates with an adaptive weight, and a perturbation along the momentum."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fedflat.methods.parts.ascent import per_norm
 from fedflat.methods.parts.pulls import mean_gradient
 from fedflat.methods.uploads import Upload, Uploads
 
-DISAGREEMENT = 0.1, 0.9  # the bounds between which α follows the clients
+DISAGREEMENT = 0.1, 0.9  # bounds of the disagreement that α follows
 
 
 @dataclass(frozen=True)
 class WeightedMomentum(Part):
-    """Momentum of each client's own, a perturbation along it, and an adaptive weight between the two (FedWMSAM):
+    """A momentum for each client, a perturbation along it, and an adaptive weight α of the gradient (FedWMSAM):
 
         client:  Δᵢ' = Δ + α/(1 − α) (c − cᵢ)                      the server's momentum, corrected for the client
                  the gradient is taken at  w + ρ δ/‖δ‖,             δ = wᵗ + b Δᵢ' − w  in step b = 0, 1, …
@@ -29,13 +29,13 @@ class WeightedMomentum(Part):
         server:  Δ ← −mean_S Δwᵢ/(K η),      c ← c + (1/m) Σ_S (cᵢ⁺ − cᵢ)
                  α ← (1 − λ) α + λ clamp( 1 + mean_S cos(Δwᵢ, Δ), 0.1, 0.9 )      with the Δ of this round
 
-    Δwᵢ is the client's update, so the cosine is −1 if all clients follow the momentum, and α falls; where they disagree
-    it grows. A step needs only one gradient. With ρ = 0, λ = 0 and α = 1 this is SCAFFOLD.
+    Δwᵢ is the client's update, so the cosine is −1 if all clients follow the momentum, and α decreases; if they
+    disagree, α grows. A step needs only one gradient. With ρ = 0, λ = 0 and α = 1 this is SCAFFOLD.
 
-    Deviations: of the paper only the abstract was available. The formulas of the client are those of the authors'
-    summary, with c − cᵢ from the released code where the summary has c_k; those of the server are the code's. The code
-    perturbs in the opposite direction (`sign = -1`), and gives each tensor a single number of the flat vector δ, which
-    is not reproduced.
+    Deviations: only the abstract of the paper was available. The client's formulas are those of the authors' summary,
+    with c − cᵢ from the released code where the summary has c_k. The server's formulas are those of the code. The code
+    perturbs in the opposite direction (`sign = -1`). It also uses a single entry of the flat vector δ for each tensor,
+    which is not reproduced.
     """
 
     sees = "each"
@@ -58,7 +58,7 @@ class WeightedMomentum(Part):
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         mix = float(sent["mix"])
-        # (1 − α) Δᵢ', which exists for α = 1 too.
+        # (1 − α) Δᵢ', which is also defined for α = 1.
         pull = (1 - mix) * sent["direction"] + mix * (sent["controls"] - memory["control"])
         rule = replace(rule, scale=rule.scale * mix).with_pull(pull)
         if not self.rho or mix == 1:
@@ -84,7 +84,7 @@ class WeightedMomentum(Part):
 
 
 def _disagreement(uploads: Uploads, direction: Tensor) -> float:
-    """Return 1 + mean cos(Δwᵢ, Δ) within its bounds; the lower one as long as there is no momentum."""
+    """Return 1 + mean cos(Δwᵢ, Δ), clamped to its bounds; without a momentum, the lower bound."""
     low, high = DISAGREEMENT
     if not bool(direction.any()):
         return low

@@ -2,6 +2,19 @@
 
 from fedflat.runs.sweep.jobs import Jobs, jobs_for
 from fedflat.runs.sweep.plan import Point, Sweep, load_sweep, shipped
-from fedflat.runs.sweep.results import collect, summarised, write_results
+from fedflat.runs.sweep.results import collect, refuse_other_settings, summarised, write_results
+from fedflat.runs.sweep.throughput import fastest
 
-__all__ = ["Jobs", "Point", "Sweep", "collect", "jobs_for", "load_sweep", "shipped", "summarised", "write_results"]
+__all__ = [
+    "Jobs",
+    "Point",
+    "Sweep",
+    "collect",
+    "fastest",
+    "jobs_for",
+    "load_sweep",
+    "refuse_other_settings",
+    "shipped",
+    "summarised",
+    "write_results",
+]

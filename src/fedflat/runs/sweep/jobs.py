@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from fedflat.errors import FedflatError, StoppedError
-from fedflat.runs.folder import private_directory, write_whole, written_to
+from fedflat.errors import FedflatError, RunError, StoppedError
+from fedflat.federation import DECODED_FOLDER
+from fedflat.files import changeable, private_directory, read_whole, write_whole, written_to
+from fedflat.rounds import Scratch
 from fedflat.runs.sweep.plan import Point, Sweep
 from fedflat.runs.sweep.results import GO_ON, finished, save_result
 
 MEMORY = 2**30  # assumed memory of a run in bytes
+DECODED = 2**30  # assumed size in bytes of the data sets that the runs share
 POLL = 0.1  # seconds between two polls of the processes
 AFTER = "after-{}.json"  # output of a command that follows a run
 FEDFLAT = (sys.executable, "-P", "-m", "fedflat.cli")  # -P: nothing is imported from the current directory
@@ -33,6 +36,14 @@ def jobs_for(cores: int, runs: int, memory: int | None = None) -> int:
     (4, 3)
     """
     return max(1, min(cores, runs, cores if memory is None else memory // MEMORY))
+
+
+def _scratch() -> Scratch | None:
+    """A folder for the data sets that the runs share, in memory if there is room; None if it cannot be made."""
+    try:
+        return Scratch(DECODED)
+    except RunError:
+        return None
 
 
 @dataclass
@@ -55,8 +66,11 @@ class Job:
         self.doing = self.point.after[number - 1].split()[0] if number else ""
         with ExitStack() as stack:
             stack.enter_context(written_to(self.folder, GO_ON))
-            log = stack.enter_context((self.folder / "log.txt").open("ab"))
-            answer = stack.enter_context((self.folder / AFTER.format(number)).open("wb")) if number else log
+            log = stack.enter_context(changeable(self.folder / "log.txt"))
+            log.seek(0, os.SEEK_END)
+            answer = stack.enter_context(changeable(self.folder / AFTER.format(number))) if number else log
+            if number:
+                answer.truncate()
             # A new session: otherwise an interrupt from the terminal would reach the process twice.
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=answer, stderr=log, start_new_session=True
@@ -72,7 +86,7 @@ class Job:
 
     def complaint(self, code: int) -> str:
         """The reason for a failure: the last line of the log, or the signal."""
-        said = (self.folder / "log.txt").read_text("utf-8", "replace").split("\n")
+        said = read_whole(self.folder / "log.txt").decode("utf-8", "replace").split("\n")
         last = next((line.strip() for line in reversed(said) if line.strip()), "it printed nothing")
         return f"killed by signal {-code}" if code < 0 else last.removeprefix("fedflat: ")
 
@@ -98,6 +112,7 @@ class Jobs:
     done: list[Point] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     _signals: list[int] = field(default_factory=list)
+    _decoded: Scratch | None = None
 
     def run(self, watch: Callable[[], None], told: Callable[[Point, str | None], None]) -> None:
         """Executes all runs that are not finished.
@@ -113,6 +128,7 @@ class Jobs:
         over = {point.slug for point in self.done}
         waiting = deque(point for point in self.sweep.points if point.slug not in over)
         before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._decoded = _scratch()
         try:
             while self.running or (waiting and not self._signals):
                 while waiting and len(self.running) < self.jobs and not self._signals:
@@ -125,6 +141,8 @@ class Jobs:
                 time.sleep(POLL)
         finally:
             self._let_go()
+            if self._decoded:
+                self._decoded.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self._signals:
@@ -163,7 +181,8 @@ class Jobs:
         return ("--trust",) if self.trust else ()
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, "OMP_NUM_THREADS": str(self.workers), "COLUMNS": "120"}
+        shared = {DECODED_FOLDER: str(self._decoded.path)} if self._decoded else {}
+        return {**os.environ, "OMP_NUM_THREADS": str(self.workers), "COLUMNS": "120", **shared}
 
     def _ended(self, job: Job, told: Callable[[Point, str | None], None]) -> None:
         assert job.process is not None

@@ -9,7 +9,7 @@ A sweep file is a recipe file with additional tables::
     method = ["fedavg", "fedsam({rho})"]
     split.alpha = [0.1, 0.5]
     size = ["small", "large"]                # not a field of a recipe: a label that overrides explain, or that other
-                                             # values contain in braces
+                                             # values contain in braces; a run that does not contain it has none
     seed = [0, 1, 2]
 
     [fill]                                   # values for names in braces, here and in the rest of the file
@@ -33,14 +33,14 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from fedflat.errors import RecipeError, nearest
-from fedflat.recipe import SECTIONS, Recipe, nested, parsed, parsed_override, read_text, stacked
+from fedflat.recipe import PRESETS, SECTIONS, Recipe, nested, parsed, parsed_override, read_text, stacked
 from fedflat.runs.sweep.overrides import (
     Override,
     Table,
@@ -54,7 +54,7 @@ from fedflat.runs.sweep.overrides import (
     subtable,
 )
 
-AFTER = ("personalize", "flatness", "landscape", "duality")
+AFTER = ("personalize", "flatness", "landscape", "duality", "cost")
 OWN = ("grid", "fill", "override", "scale")
 FULL = "full"
 LONGEST = 100  # maximum length of a run's directory name; file systems allow 255 bytes
@@ -89,6 +89,11 @@ class Sweep:
     scale: str
     points: tuple[Point, ...]
 
+    @property
+    def fields(self) -> list[str]:
+        """The fields of the grid."""
+        return list(dict.fromkeys(field for point in self.points for field in point.values))
+
     def only(self, wanted: Iterable[str]) -> Sweep:
         """Selects runs by grid value.
 
@@ -103,12 +108,12 @@ class Sweep:
             field, equals, value = text.partition("=")
             known = {spelled(point.values[field]) for point in self.points if field in point.values}
             if not equals or not known:
-                fields = ", ".join(self.points[0].values)
+                fields = ", ".join(self.fields)
                 raise RecipeError(f"--only {text}: write it as field=value, with one of the grid's fields: {fields}")
             if value not in known:
                 raise RecipeError(f"--only {text}: {field} has no such value in the grid; {nearest(value, known)}")
             chosen.setdefault(field, set()).add(value)
-        kept = (p for p in self.points if all(spelled(p.values[f]) in values for f, values in chosen.items()))
+        kept = (p for p in self.points if all(spelled(p.values.get(f)) in values for f, values in chosen.items()))
         points = tuple(kept)
         if not points:
             raise RecipeError(f"--only {' '.join(wanted)}: no run of the grid matches all of these")
@@ -138,6 +143,8 @@ def load_sweep(source: str | Path, scale: str | None = None, overrides: Iterable
     if not path.is_file():
         known = shipped()
         if str(source) not in known:
+            if str(source) in PRESETS:
+                raise RecipeError(f"{source}: is a preset, not a sweep; train it with `fedflat run {source}`")
             raise RecipeError(f"{source}: there is no such sweep file or name; {nearest(str(source), known)}")
         path = known[str(source)]
     table = _read(path)
@@ -147,7 +154,7 @@ def load_sweep(source: str | Path, scale: str | None = None, overrides: Iterable
         raise RecipeError(f"{path.name}: {error}") from None
     if not points:
         raise RecipeError(f"{path.name}: every run of the grid is skipped")
-    return Sweep(path.stem, scale or FULL, _told_apart(points))
+    return Sweep(path.stem, scale or FULL, told_apart(points))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -177,22 +184,46 @@ def _points(table: Table, scale: Table, layers: Sequence[Table]) -> Iterator[Poi
     used = names_in(base, last, known, [override.set for override in overrides])
     refuse_unused(fill, overrides, used)
     _refuse_unexplained({field: values for field, values in axes.items() if field not in used}, overrides)
+    explained = {field for override in overrides for field in override.when}
+    inserted = {field for field in axes if field in used and not is_field(field) and field not in explained}
+    found: dict[str, list[Point]] = {}
     for combination in product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))
         met, narrowed = ([o for o in some if o.meets(values)] for some in (common, scaled))
         if any(override.skip for override in (*met, *narrowed)):
             continue
-        point = (nested(field, value) for field, value in values.items() if is_field(field))
+        given = (nested(field, value) for field, value in values.items() if is_field(field))
         here = {**fill, **values, **{name: value for o in (*met, *narrowed) for name, value in o.fill.items()}}
-        stack = filled([base, *point, *(o.set for o in met), last, *(o.set for o in narrowed), *layers], here)
+        stack = filled([base, *given, *(o.set for o in met), last, *(o.set for o in narrowed), *layers], here)
         commands: Any = next((each["after"] for each in reversed(stack) if "after" in each), [])
         recipe = stacked(*({k: v for k, v in each.items() if k != "after"} for each in stack))
-        yield Point(values, recipe, _commands(commands), _slug(values))
+        point = Point(values, recipe, _commands(commands), "")
+        if not inserted:
+            yield replace(point, slug=slug_of(values))
+            continue
+        fixed = {field: value for field, value in values.items() if field not in inserted}
+        found.setdefault(json.dumps([fixed, point.asked()]), []).append(point)
+    for same in found.values():
+        yield _without(same, inserted)
+
+
+def _without(same: Sequence[Point], inserted: Collection[str]) -> Point:
+    """The one run of several equal ones, without the labels in which they differ.
+
+    With `method = ["fedavg", "fedsam({rho})"]` and `rho = [0.05, 0.1]`, FedAvg has no ρ and is trained once.
+    """
+    first = same[0].values
+    idle = {name for name in inserted if any(each.values[name] != first[name] for each in same)}
+    values = {field: value for field, value in first.items() if field not in idle}
+    return replace(same[0], values=values, slug=slug_of(values))
 
 
 def _checked(axes: dict[str, Any]) -> dict[str, list[Any]]:
     if not axes:
-        raise RecipeError("there is no [grid]; list the varying settings there, as in seed = [0, 1, 2]")
+        raise RecipeError(
+            "there is no [grid]; list the varying settings there, as in seed = [0, 1, 2], "
+            "or train this recipe by `fedflat run`"
+        )
     for field, values in axes.items():
         if not isinstance(values, list) or not values:
             raise RecipeError(f"grid.{field} = {values!r}: must be a list of at least one value")
@@ -237,10 +268,10 @@ def _commands(after: Any) -> tuple[str, ...]:
     return tuple(listed(after))
 
 
-def _slug(values: Table) -> str:
+def slug_of(values: Table) -> str:
     """The name of a run's directory, from its grid values.
 
-    >>> _slug({"method": "fedsam(0.1)", "split.alpha": 0.1, "seed": 0})
+    >>> slug_of({"method": "fedsam(0.1)", "split.alpha": 0.1, "seed": 0})
     'fedsam-0.1_alpha=0.1_seed=0'
     """
     pieces = []
@@ -251,7 +282,7 @@ def _slug(values: Table) -> str:
     return "_".join(re.sub(r"[^\w.=]+", "-", piece).strip("-") for piece in pieces)
 
 
-def _told_apart(points: Sequence[Point]) -> tuple[Point, ...]:
+def told_apart(points: Sequence[Point]) -> tuple[Point, ...]:
     """Makes directory names unique: empty, long or ambiguous names end with a digest of the grid values."""
     shared = Counter(point.slug.casefold() for point in points)
     named = []

@@ -5,22 +5,26 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
-from fedflat.errors import RunError
+from fedflat.errors import RunError, literal, shown
+from fedflat.files import opened, read_bytes, read_whole, write_whole, written_to
+from fedflat.recipe import Recipe
 from fedflat.rounds import flat_record
-from fedflat.runs.folder import read_recipe, read_whole, write_whole, written_to
-from fedflat.runs.sweep.overrides import spelled
+from fedflat.runs.folder import read_recipe
+from fedflat.runs.sweep.overrides import flattened, spelled
 from fedflat.runs.sweep.plan import Point, Sweep
 
 JUDGED = ("last", "best", "mean_of_last_10")  # of the metric that the recipe follows
 METRICS = ("rounds_to_target", "bytes_up", "bytes_down", "seconds", "consistency")
 ELSEWHERE = {"round", "cohort"}  # fields of a record that a row has in its settings
 FORGOTTEN = 0.5  # a class counts as forgotten below this fraction of its best accuracy
+FLATNESS = ("ascent_sharpness", "average_sharpness", "adaptive_sharpness", "weight_norm", "log10_capacity")
 GO_ON = "free some space, then run the same command again"
 TAIL = 2**17  # bytes; longer than any record of a round
 
@@ -28,10 +32,43 @@ Row = dict[str, Any]
 
 
 def finished(folder: Path, point: Point) -> bool:
-    """Whether the run is finished, with the same recipe and the same commands after it."""
-    with suppress(OSError, ValueError, KeyError):
-        return bool(json.loads((folder / "result.json").read_text())["asked"] == point.asked())
+    """Whether the run is finished, with the same recipe and the same commands after it.
+
+    A field that the recorded recipe lacks, because an earlier version wrote it, counts with its default.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        asked, recorded = point.asked(), json.loads(read_bytes(folder / "result.json"))["asked"]
+        for section, fields in json.loads(json.dumps(Recipe().essentials())).items():
+            recorded[section] = {**fields, **recorded[section]} if isinstance(fields, dict) else recorded[section]
+        return bool(recorded == asked)
     return False
+
+
+def refuse_other_settings(folder: Path, sweep: Sweep) -> None:
+    """Refuses to train a sweep in a directory whose runs have other settings: they cannot be continued with these.
+
+    More rounds and other commands after a run are allowed.
+    """
+    others = [(point, other) for point in sweep.points if (other := _other_setting(folder / point.slug, point))]
+    if others:
+        point, (name, there, here) = others[0]
+        raise RunError(
+            f"{folder}: {len(others)} of {len(sweep.points)} runs have other settings, {point.slug} for example has "
+            f"{name} = {shown(there)}, and now it is {shown(here)}; choose another --out"
+        )
+
+
+def _other_setting(folder: Path, point: Point) -> tuple[str, Any, Any] | None:
+    """The first setting in which a finished run differs from what is asked for: its name, the old and the new value."""
+    try:
+        before = json.loads(read_bytes(folder / "result.json"))["asked"]
+        before, now = flattened({**before, "after": []}), flattened({**point.asked(), "after": []})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    fewer = now["server.rounds"] < before.get("server.rounds", 0)
+    differing = (name for name in {**before, **now} if before.get(name) != now.get(name))
+    name = next((name for name in differing if name != "server.rounds" or fewer), None)
+    return None if name is None else (name, before.get(name), now.get(name))
 
 
 def save_result(folder: Path, point: Point, scale: str, answers: Iterable[Path]) -> None:
@@ -59,7 +96,7 @@ def save_result(folder: Path, point: Point, scale: str, answers: Iterable[Path])
 
 def last_record(folder: Path) -> Row:
     """The last record of a run's metrics, or an empty one before the first round."""
-    with suppress(OSError, ValueError, IndexError), (folder / "metrics.jsonl").open("rb") as file:
+    with suppress(OSError, ValueError, IndexError), opened(folder / "metrics.jsonl") as file:
         file.seek(max(0, file.seek(0, io.SEEK_END) - TAIL))
         whole = file.read().rpartition(b"\n")[0]
         return dict(json.loads(whole.splitlines()[-1]))
@@ -104,10 +141,12 @@ def columns(answer: Any) -> Row:
         return _personal(answer)
     if "layers" in answer:
         return _duality(answer["layers"])
+    if "step_cost" in answer:
+        return {"step_cost": answer["step_cost"]}
     (run,) = answer["runs"]
     if "plane" in answer:
         return {f"landscape_{answer['plane']}_{name}": run[name] for name in ("centre", "rise")}
-    return _spectrum(run["spectrum"])
+    return _spectrum(run["spectrum"]) | {name: run[name] for name in FLATNESS if run.get(name) is not None}
 
 
 def _spectrum(spectrum: Row) -> Row:
@@ -155,7 +194,8 @@ def collect(folder: Path, sweep: Sweep) -> list[Row]:
     for point in sweep.points:
         if finished(folder / point.slug, point):
             result = json.loads(read_whole(folder / point.slug / "result.json"))
-            rows.append({**point.values, "scale": result["scale"], **result["metrics"], "asked": result["asked"]})
+            values = {field: point.values.get(field) for field in sweep.fields}
+            rows.append({**values, "scale": result["scale"], **result["metrics"], "asked": result["asked"]})
     return rows
 
 
@@ -182,12 +222,12 @@ def summarised(rows: Sequence[Row]) -> list[Row]:
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        place = {field: value for field, value in row.items() if field != "seed" and field in _places(row)}
+        place = {field: value for field, value in row.items() if field != "seed" and field in places(row)}
         groups.setdefault(json.dumps(place), []).append(row)
     return [_mean_row(json.loads(place), group) for place, group in groups.items()]
 
 
-def _places(row: Row) -> list[str]:
+def places(row: Row) -> list[str]:
     """The fields of the grid and the scale, which come before the metrics."""
     names = list(row)
     return names[: names.index("scale") + 1]
@@ -195,7 +235,7 @@ def _places(row: Row) -> list[str]:
 
 def _mean_row(place: Row, group: Sequence[Row]) -> Row:
     row = {**place, "runs": len(group)}
-    for name in list(group[0])[len(_places(group[0])) :]:
+    for name in list(group[0])[len(places(group[0])) :]:
         if name == "asked":
             continue
         mean, std = mean_and_std([each.get(name) for each in group])
@@ -206,12 +246,12 @@ def _mean_row(place: Row, group: Sequence[Row]) -> Row:
 
 
 def mean_and_std(values: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """The mean and the sample standard deviation; None if a value is missing, because the rest would be biased.
+    """The mean and the sample standard deviation; None if a value is missing or not finite: the rest would be biased.
 
-    >>> mean_and_std([1.0, 3.0]), mean_and_std([1.0, None]), mean_and_std([2.0])
-    ((2.0, 1.4142135623730951), (None, None), (2.0, None))
+    >>> mean_and_std([1.0, 3.0]), mean_and_std([1.0, None]), mean_and_std([2.0]), mean_and_std([1.0, float("nan")])
+    ((2.0, 1.4142135623730951), (None, None), (2.0, None), (None, None))
     """
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and math.isfinite(value)]
     if not known or len(known) < len(values):
         return None, None
     return fmean(known), stdev(known) if len(known) > 1 else None
@@ -227,10 +267,15 @@ def write_results(folder: Path, rows: Sequence[Row]) -> None:
         write_whole(folder / "summary.csv", _csv(summarised(rows)))
 
 
+def _cell(value: Any) -> str:
+    """A value for a table that a spreadsheet may open."""
+    return "" if value is None else literal(str(spelled(value)))
+
+
 def _csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: "" if value is None else spelled(value) for name, value in row.items()} for row in rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(literal, names))
+    writer.writerows([_cell(row.get(name)) for name in names] for row in rows)
     return text.getvalue().encode()

@@ -1,0 +1,106 @@
+"""The command for the papers' claims: run what is missing, and say what holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedflat.cli.app import JsonOption, TrustOption, app, err, out
+from fedflat.cli.sweep import refuse_unknown_methods, train_all
+from fedflat.errors import TrainingError
+
+if TYPE_CHECKING:
+    from fedflat.runs.claims import Claim, Evidence, State
+    from fedflat.runs.sweep import Sweep
+
+Judged = dict[str, tuple["Claim", dict[str, "Sweep"]]]
+
+
+@app.command()
+def claims(
+    names: Annotated[list[str] | None, typer.Argument(help="names of claims, or claim files; default all")] = None,
+    jobs: Annotated[int, typer.Option(help="parallel runs; 0 = what is fastest, within the memory", min=0)] = 0,
+    listed: Annotated[
+        bool, typer.Option("--list", help="only list the claims, with the runs that are missing")
+    ] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="train nothing; judge by existing results")] = False,
+    out_dir: Annotated[Path, typer.Option("--out", help="directory of the runs")] = Path("sweeps"),
+    results: Annotated[
+        Path | None, typer.Option(help="directory of result lines to read and to add to; default OUT/results")
+    ] = None,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Test the papers' claims: train the runs that are missing, and judge each claim by paired seeds.
+
+    Results that come with fedflat are not trained again. After an interruption the same command continues.
+    """
+    from fedflat.runs.claims import Evidence, load_claim, load_studies, shipped_claims, shipped_evidence
+
+    kept = results or out_dir / "results"
+    chosen: Judged = {}
+    for name in names or shipped_claims():
+        claim = load_claim(name)
+        beside = Path(name).parent if name.endswith(".toml") else None
+        chosen[claim.name] = claim, load_studies(claim, beside)
+    evidence = Evidence.read([shipped_evidence(), kept])
+    for study in _studies(chosen).values():
+        evidence.gather(study, out_dir / study.name)
+    failed: list[str] = []
+    if not (listed or dry):
+        failed = _train(chosen, evidence, out_dir, kept, jobs, trust)
+    _show(_judged(chosen, evidence), listed, as_json)
+    if failed:
+        raise TrainingError(f"{len(failed)} runs failed; see {', '.join(failed)}")
+
+
+def _studies(chosen: Judged) -> dict[str, Sweep]:
+    return {name: study for _, studies in chosen.values() for name, study in studies.items()}
+
+
+def _judged(chosen: Judged, evidence: Evidence) -> list[State]:
+    from fedflat.runs.claims import state_of
+
+    return [state_of(claim, studies, evidence) for claim, studies in chosen.values()]
+
+
+def _train(chosen: Judged, evidence: Evidence, out_dir: Path, kept: Path, jobs: int, trust: bool) -> list[str]:
+    """Train the missing runs, study by study, and keep their rows; return the logs of those that failed."""
+    logs: list[str] = []
+    for name, study in _studies(chosen).items():
+        needed = [point for claim, studies in chosen.values() if name in studies for point in claim.points(study)]
+        wanted = {point.slug for point in evidence.missing(study, needed)}
+        plan = replace(study, points=tuple(point for point in study.points if point.slug in wanted))
+        folder = out_dir / name
+        if plan.points:
+            refuse_unknown_methods(plan)
+            err.print(f"{name}: {len(plan.points)} runs are missing", markup=False, highlight=False)
+        try:
+            failed = train_all(plan, folder, jobs, trust) if plan.points else {}
+        finally:
+            evidence.gather(study, folder)
+            evidence.write(study, kept)
+        logs += [str(folder / slug / "log.txt") for slug in failed]
+    return logs
+
+
+def _show(states: Sequence[State], listed: bool, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([_as_table(state) for state in states], indent=2, ensure_ascii=False))
+        return
+    from fedflat.report.verdicts import claim_list, verdict_list
+
+    out.print(claim_list(states) if listed else verdict_list(states))
+
+
+def _as_table(state: State) -> dict[str, object]:
+    """A state as JSON; NaN, which JSON lacks, becomes null."""
+    effects = [asdict(effect) for effect in state.effects]
+    found = {"claim": state.claim.name, "verdict": state.verdict, "runs": state.runs, "known": state.known}
+    text = json.dumps({**found, "hours": state.hours, "effects": effects})
+    return dict(json.loads(text, parse_constant=lambda _: None))

@@ -1,0 +1,129 @@
+"""Samples and data sets as tensors, with the checks that the rest of the package relies on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedflat.errors import DataError
+from fedflat.randomness import generator
+from fedflat.tokens import IGNORED, PADDING, is_tokens
+
+
+@dataclass(frozen=True, repr=False)
+class Samples:
+    """Inputs with labels and optionally their natural owners (N,).
+
+    Inputs are uint8 images (N, C, H, W), floating numbers (N, …), or token ids (N, T) of another integer type, padded
+    with −1. Labels are classes (N,), classes of every token (N, T), of which −100 do not count, or floating targets.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    groups: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.labels) or (self.groups is not None and len(self.groups) != len(self.labels)):
+            raise DataError(f"samples: {len(self.inputs)} inputs with {len(self.labels)} labels; give one for each")
+        if self.labels.dtype != torch.int64 and not self.labels.is_floating_point():
+            raise DataError(f"samples: labels are {self.labels.dtype}; make them int64 classes, or floating targets")
+        if is_tokens(self.inputs) and self.inputs.ndim != 2:
+            raise DataError(
+                f"samples: token ids have the shape {tuple(self.inputs.shape)}; give one row for each sample"
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        inputs, labels = (
+            f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}" for t in (self.inputs, self.labels)
+        )
+        return f"<Samples: inputs {inputs}, labels {labels}>"
+
+    def to(self, device: str) -> Samples:
+        """The same samples in the memory of another device."""
+        return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device))
+
+
+@dataclass(frozen=True, repr=False)
+class Dataset:
+    """A training and a test part.
+
+    Attributes:
+        name: the name of the data set.
+        train: the training samples.
+        test: the test samples.
+        classes: the number of classes, or of the targets of a sample.
+        mean: mean of each channel, of inputs scaled to [0, 1].
+        std: standard deviation of each channel.
+        vocabulary: the number of tokens, if the inputs are token ids.
+        task: the task that the labels are for (`fedflat.tasks`), unless a recipe says otherwise.
+    """
+
+    name: str
+    train: Samples
+    test: Samples
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    vocabulary: int = 0
+    task: str = "classification"
+
+    def __post_init__(self) -> None:
+        for part in (self.train, self.test):
+            if not len(part):
+                raise DataError(f"{self.name}: it needs at least one training and one test sample")
+            if part.labels.dtype == torch.int64:
+                self._check_classes(part.labels.reshape(len(part), -1))
+            if is_tokens(part.inputs):
+                self._check_tokens(part.inputs)
+
+    def _check_classes(self, labels: Tensor) -> None:
+        counts = labels != IGNORED
+        if not bool((((labels >= 0) & (labels < self.classes)) | ~counts).all()):
+            raise DataError(f"{self.name}: labels must be classes from 0 to {self.classes - 1}")
+        if not bool(counts.any(dim=1).all()):
+            sample = int(counts.any(dim=1).int().argmin())
+            raise DataError(f"{self.name}: all labels of sample {sample} are {IGNORED}, so it teaches nothing")
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        low, high = int(tokens.min()), int(tokens.max())
+        if not PADDING <= low <= high < self.vocabulary:
+            raise DataError(
+                f"{self.name}: token ids go from {low} to {high}, where 0 to {self.vocabulary - 1} are known and "
+                f"{PADDING} is padding"
+            )
+        here = tokens >= 0
+        if not bool(here[:, 0].all()) or not bool((here[:, 1:] <= here[:, :-1]).all()):
+            raise DataError(f"{self.name}: a sample has padding before a token; pad rows of tokens at their end")
+
+    def __repr__(self) -> str:
+        kind = "targets" if self.train.labels.is_floating_point() else "classes"
+        return (
+            f"<Dataset {self.name}: {len(self.train):,} training and {len(self.test):,} test samples of shape "
+            f"{self.shape}, {self.classes} {kind}>"
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one input."""
+        return tuple(self.train.inputs.shape[1:])
+
+    def class_counts(self) -> list[int] | None:
+        """The number of training labels of each class; None if labels are not classes."""
+        labels = self.train.labels
+        return None if labels.is_floating_point() else labels[labels >= 0].bincount(minlength=self.classes).tolist()
+
+    def limited(self, size: int, seed: int) -> Dataset:
+        """Return the data set with fewer training samples and all test samples.
+
+        Args:
+            size: the largest number of training samples.
+            seed: seed of the draw.
+        """
+        drawn = torch.randperm(len(self.train), generator=generator(seed, "limit"))[:size].sort().values
+        groups = None if self.train.groups is None else self.train.groups[drawn]
+        return replace(self, train=Samples(self.train.inputs[drawn], self.train.labels[drawn], groups))

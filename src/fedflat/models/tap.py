@@ -1,0 +1,108 @@
+"""Records of a forward pass: the logits, the input of the head, the hidden activations and their mean squares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedflat.errors import RecipeError
+from fedflat.models.blocks import Activation, AttentionOutput
+
+ACTIVATIONS = (nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid, Activation)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The results of one pass over a batch: logits, input of the head, hidden activations a and mean(a²)."""
+
+    logits: Tensor
+    features: Tensor | None
+    activations: dict[str, Tensor]
+    squares: dict[str, Tensor]
+
+
+class Watched(torch.autograd.Function):
+    """a ↦ (a, mean(a²)), with the gradient g + 2a/n · s computed in one pass over a.
+
+    Computing `a.square().mean()` separately costs several times as much, because it copies a.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor) -> tuple[Tensor, Tensor]:
+        norm = torch.linalg.vector_norm(a, dtype=torch.promote_types(a.dtype, torch.float32))
+        return a.view_as(a), norm.square() / a.numel()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, s: Tensor) -> Tensor:
+        (a,) = ctx.saved_tensors
+        return torch.addcmul(g, a, s * (2 / a.numel()))
+
+
+class Tap:
+    """Runs a module and keeps what its hooks recorded in that pass."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, autocast: bool) -> None:
+        self._module, self._dtype, self._autocast = module, dtype, autocast
+        self._features: Tensor | None = None
+        self._activations: dict[str, Tensor] = {}
+        self._squares: dict[str, Tensor] = {}
+
+    def __call__(self, inputs: Tensor) -> Forward:
+        self._features, self._activations, self._squares = None, {}, {}
+        logits = self.through(self._module, inputs)
+        return Forward(logits, self._features, self._activations, self._squares)
+
+    def through(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """Run the module or its head, in the network's precision."""
+        if not self._autocast:
+            output: Tensor = module(inputs)
+            return output
+        with torch.autocast(inputs.device.type, torch.bfloat16):
+            output = module(inputs)
+        return output.to(self._dtype)
+
+    def enter_head(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        self._features = arguments[0]
+
+    def leave(self, name: str) -> Any:
+        def keep(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            # A module that is used twice in one pass has two outputs, and both count.
+            twice = sum(seen == name or seen.startswith(f"{name}#") for seen in self._activations)
+            key = f"{name}#{twice + 1}" if twice else name
+            self._activations[key], self._squares[key] = Watched.apply(output)  # type: ignore[no-untyped-call]
+            return self._activations[key]
+
+        return keep
+
+
+def activation_modules(module: nn.Module, attention: bool) -> list[tuple[str, nn.Module]]:
+    """Return the modules whose outputs count as activations, with their names.
+
+    Args:
+        module: the module to search.
+        attention: whether to include the outputs of attention (`AttentionOutput`).
+
+    Raises:
+        RecipeError: there are none, or `attention` is true and there is no attention.
+    """
+    kinds = (*ACTIVATIONS, AttentionOutput) if attention else ACTIVATIONS
+    found: list[tuple[str, nn.Module]] = [(n, m) for n, m in module.named_modules() if isinstance(m, kinds)]
+    if attention and not any(isinstance(m, AttentionOutput) for _, m in found):
+        raise RecipeError(
+            "model: no attention to look at; a network of your own marks it by fedflat.models.AttentionOutput"
+        )
+    if not found:
+        known = ", ".join(kind.__name__ for kind in ACTIVATIONS)
+        raise RecipeError(
+            f"model: no activation module to look at; use modules such as nn.ReLU ({known}), not functions"
+        )
+    return found

@@ -1,0 +1,128 @@
+"""Generates docs/results.md and its figures from the committed results; nothing is trained.
+
+python -m fedflat.report.results_page docs
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fedflat.report.method_runs import figures, studied
+from fedflat.report.svg_plots import curves, forest
+from fedflat.report.verdicts import bound_text, effect_text
+from fedflat.runs import Effect, Evidence, State, load_claim, load_studies, shipped_claims, shipped_evidence, state_of
+
+FIGURES = "figures/claims"
+HEAD = """# The papers' claims, and what we found
+
+Every claim is a file in [claims](../claims) that says what is compared and what would refute it;
+[claims.md](claims.md) defines the verdicts. Effects are means over paired seeds with 95 % intervals. The runs are
+small: each section says at which scale its claim was tested, so a verdict is about that scale and not about the
+paper's. Hours are the time that the runs took to train on one thread of a machine that was also used for other work.
+
+This page is generated from [docs/results](results) by `make results`. `fedflat claims NAME` trains what is missing.
+Older runs, from before claims were files, are in [studies.md](studies.md).
+"""
+
+
+def states() -> list[State]:
+    """All claims that come with fedflat, judged by the results that come with it."""
+    evidence = Evidence.read([shipped_evidence()])
+    claims = [load_claim(name) for name in shipped_claims()]
+    return [state_of(claim, load_studies(claim), evidence) for claim in claims]
+
+
+def pages() -> dict[str, str]:
+    """The content of the page and of its figures, by path below docs."""
+    found = states()
+    files = {"results.md": page(found)}
+    for state in found:
+        if state.known:
+            files[f"{FIGURES}/{state.claim.name}.svg"] = forest(state.effects, state.claim.title)
+    for name, lines in study_curves(found).items():
+        files[f"{FIGURES}/study-{name}.svg"] = curves(lines, f"{name}: test accuracy")
+    return files | figures(studied())
+
+
+def page(found: Sequence[State]) -> str:
+    """The whole page: a table of all claims, then a section for each."""
+    lines = [HEAD, "## Verdicts", "", "| claim | verdict | parts that hold | runs | hours |", "|---|---|---|---|---|"]
+    for state in found:
+        held = sum(effect.finding.word == "holds" for effect in state.effects)
+        link = f"[{state.claim.title}](#{state.claim.name})"
+        runs = f"{state.known} of {state.runs}"
+        row = (link, f"**{state.verdict}**", f"{held} of {len(state.effects)}", runs, f"{state.hours:.2f}")
+        lines.append(f"| {' | '.join(map(_cell, row))} |")
+    for state in found:
+        lines += ["", *_section(state)]
+    lines += ["", "## The studies", ""]
+    lines += ["Test accuracy over the rounds: the mean of the seeds, and their range.", ""]
+    for name in study_curves(found):
+        lines += [f"### {name}", "", f"![{name}]({FIGURES}/study-{name}.svg)", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(state: State) -> list[str]:
+    claim = state.claim
+    lines = [f'<a id="{claim.name}"></a>', "", f"## {claim.title}", "", f"**{state.verdict}** · {claim.paper}", ""]
+    told = (("Says", claim.says), ("Prints", claim.printed), ("Here", claim.here))
+    lines += [f"- {head}: {text}" for head, text in told if text]
+    lines += [f"- {note}" for note in claim.notes]
+    if not state.known:
+        return [*lines, "", f"None of its {state.runs} runs has been made: `fedflat claims {claim.name}`."]
+    lines += ["", f"![{claim.title}]({FIGURES}/{claim.name}.svg)", "", *_table(state.effects)]
+    return lines
+
+
+def _table(effects: Sequence[Effect]) -> list[str]:
+    ranked = any(effect.unit == "τ" for effect in effects)
+    last = ("τ over all runs",) if ranked else ("paper",)
+    head = ("hypothesis", "claimed", "effect (95 % interval)", "seeds", "verdict", *last)
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for effect in effects:
+        beside = effect.printed
+        if effect.pooled:
+            beside = "{:+.2f} ({:+.2f} to {:+.2f})".format(*effect.pooled).replace("-", "−")
+        seeds = str(effect.finding.seeds)
+        row = (effect.name, bound_text(effect), effect_text(effect), seeds, str(effect.finding), beside)
+        lines.append(f"| {' | '.join(map(_cell, row))} |")
+    return lines
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def study_curves(found: Sequence[State]) -> dict[str, dict[str, list[list[tuple[int, float]]]]]:
+    """The curves of every study with at least two evaluated rounds: for each line the runs of its seeds."""
+    evidence, lines = Evidence.read([shipped_evidence()]), dict[str, dict[str, list[list[tuple[int, float]]]]]()
+    for state in found:
+        for name, study in load_studies(state.claim).items():
+            if name in lines:
+                continue
+            mine: dict[str, list[list[tuple[int, float]]]] = {}
+            for point in study.points:
+                row = evidence.of(study, point)
+                if row and len(row["curve"]) > 1:
+                    label = ", ".join(str(value) for field, value in point.values.items() if field != "seed")
+                    mine.setdefault(label, []).append([(int(r), float(v)) for r, v in row["curve"]])
+            lines[name] = {label: runs for label, runs in mine.items() if _overlap(runs)}
+    return {name: mine for name, mine in lines.items() if mine}
+
+
+def _overlap(runs: Sequence[Sequence[tuple[int, float]]]) -> bool:
+    return len(set.intersection(*({round for round, _ in run} for run in runs))) > 1
+
+
+def write(folder: Path, files: Mapping[str, str]) -> None:
+    """Writes generated files below a folder."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), pages())

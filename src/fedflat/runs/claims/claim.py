@@ -1,0 +1,202 @@
+"""Claim files: what a paper says, as hypotheses about the runs of studies.
+
+A claim file (`claims/NAME.toml`) has the paper's words and numbers, and one `[[part]]` for each hypothesis::
+
+    title = "MAN lowers the top eigenvalue at no loss of accuracy"
+    paper = "Yashwanth et al. 2025"
+    printed = "FedAvg on CIFAR-100: λ₁ from 51.49 to 43.8"
+    here = "Fashion-MNIST in place of CIFAR-100, 40 of 500 rounds"
+    study = "fashion-mlp"                      # a sweep file in claims/studies
+
+    [[part]]
+    name = "λ₁"
+    quantity = "lambda1"                       # a column of the sweep's results, or one of `DERIVED`
+    of = { method = "fedavg + man(0.15)" }     # grid values of the runs in question
+    against = { method = "fedavg" }            # and of those they are paired with, seed by seed
+    direction = "lower"
+    compare = "ratio"                          # or "difference", the default
+    bound = 1.0                                # what the effect must stay below; 0 for differences by default
+
+A study is a plain sweep file; several claims can look at the runs of one study. In place of parts a claim may have a
+`[ranking]`: measures that should rank the runs of its studies as another quantity does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from fedflat.errors import RecipeError, nearest, shortened
+from fedflat.recipe import Section, parsed, read_text
+from fedflat.runs.claims.verdict import Direction, Need
+from fedflat.runs.sweep.plan import Point, Sweep, load_sweep
+
+Values = dict[str, Any]
+
+
+class Part(Section):
+    """One hypothesis: the effect on a quantity between two groups of runs, and where it should lie."""
+
+    name: str = Field(min_length=1)
+    quantity: str = Field(min_length=1)
+    of: Values
+    against: Values | None = None
+    against_quantity: str | None = None
+    direction: Direction
+    compare: Literal["difference", "ratio"] = "difference"
+    bound: float | None = None
+    target: float | None = None
+    study: str | None = None
+    printed: str = ""
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Part:
+        if (self.quantity == "rounds_to_target") != (self.target is not None):
+            raise ValueError("a target belongs to the quantity rounds_to_target, and that needs one")
+        if self.against_quantity and self.against is None:
+            raise ValueError("against_quantity belongs to the runs of `against`, which are missing")
+        if self.compare == "ratio" and self.bound is not None and self.bound <= 0:
+            raise ValueError("the bound of a ratio is above 0")
+        return self
+
+    @property
+    def limit(self) -> float:
+        """The bound, or its default: no effect."""
+        return self.bound if self.bound is not None else float(self.compare == "ratio")
+
+
+class Ranking(Section):
+    """Measures, each of which should rank the runs of a study as a quantity does (Kendall's τ within each seed).
+
+    Those in `beside` are shown for comparison and do not affect the verdict.
+    """
+
+    quantity: str = Field(min_length=1)
+    measures: list[str] = Field(min_length=1)
+    beside: list[str] = Field(default=[])
+    studies: list[str] = Field(min_length=1)
+    bound: float = Field(0.0, gt=-1, lt=1)
+
+
+class Claim(Section):
+    """What a paper says, where it says it, what it prints, and how it is tested here."""
+
+    name: str
+    title: str = Field(min_length=1)
+    paper: str = Field(min_length=1)
+    says: str = ""
+    printed: str = ""
+    here: str = Field(min_length=1)
+    notes: list[str] = Field(default=[])
+    study: str | None = None
+    need: Need = "all"
+    part: list[Part] = Field(default=[])
+    ranking: Ranking | None = None
+
+    @model_validator(mode="after")
+    def _testable(self) -> Claim:
+        if bool(self.part) == bool(self.ranking):
+            raise ValueError("give at least one [[part]], or a [ranking]")
+        if missing := next((part.name for part in self.part if not (part.study or self.study)), None):
+            raise ValueError(f"part {missing!r} has no study")
+        return self
+
+    @property
+    def studies(self) -> list[str]:
+        """The names of the studies that it looks at."""
+        ranked = self.ranking.studies if self.ranking else []
+        return list(dict.fromkeys([*(self.study_of(part) for part in self.part), *ranked]))
+
+    def study_of(self, part: Part) -> str:
+        """The name of the study of a part."""
+        return part.study or self.study or ""
+
+    def points(self, study: Sweep) -> list[Point]:
+        """The runs of a study that the claim needs, in the order of its grid."""
+        if self.ranking and study.name in self.ranking.studies:
+            return list(study.points)
+        wanted = [
+            chosen for part in self.part if self.study_of(part) == study.name for chosen in (part.of, part.against)
+        ]
+        return [point for point in study.points if any(w is not None and matches(point, w) for w in wanted)]
+
+
+def matches(point: Point, values: Values) -> bool:
+    """Whether a run has these grid values."""
+    return all(field in point.values and point.values[field] == value for field, value in values.items())
+
+
+def shipped_claims() -> dict[str, Path]:
+    """The claim files that come with fedflat, by name."""
+    return {path.stem: path for path in sorted(_folder().glob("*.toml"))}
+
+
+def _folder() -> Path:
+    package = Path(__file__).parents[2]
+    # A wheel has them inside the package, a checkout at the top.
+    return next((f for f in (package / "claims", package.parents[1] / "claims") if f.is_dir()), package / "claims")
+
+
+def load_claim(source: str | Path) -> Claim:
+    """Loads a claim.
+
+    Args:
+        source: a claim file, or the name of one that comes with fedflat.
+
+    Raises:
+        RecipeError: the file is missing or invalid.
+    """
+    path = Path(source)
+    if path.suffix != ".toml":
+        known = shipped_claims()
+        if str(source) not in known:
+            raise RecipeError(f"{source}: there is no such claim; {nearest(str(source), known)}")
+        path = known[str(source)]
+    try:
+        table = parsed(read_text(path), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read ({error})") from None
+    try:
+        return Claim.model_validate({**table, "name": path.stem})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(step + 1) if isinstance(step, int) else step for step in first["loc"]) or "the file"
+        told = first["msg"].removeprefix("Value error, ")
+        raise RecipeError(f"{path.name}: {shortened(where)}: {told[0].lower() + told[1:]}") from None
+
+
+def load_studies(claim: Claim, beside: Path | None = None) -> dict[str, Sweep]:
+    """Loads the studies of a claim, by name, and checks that each part means one run for each seed.
+
+    Args:
+        claim: the claim.
+        beside: the directory of a claim file of your own, whose studies are in its directory `studies`.
+
+    Raises:
+        RecipeError: a study is missing or invalid, or a part does not fit its grid.
+    """
+    found = {name: load_sweep(_study_file(claim, name, beside)) for name in claim.studies}
+    for part in claim.part:
+        study = found[claim.study_of(part)]
+        for chosen in (part.of, part.against):
+            if chosen is not None:
+                _refuse_ambiguous(claim, part, chosen, study)
+    return found
+
+
+def _study_file(claim: Claim, name: str, beside: Path | None) -> Path:
+    folder = (beside or _folder()) / "studies"
+    if Path(name).name != name or not (folder / f"{name}.toml").is_file():
+        known = [path.stem for path in folder.glob("*.toml")]
+        raise RecipeError(f"{claim.name}: there is no study {shortened(name)!r} in {folder}; {nearest(name, known)}")
+    return folder / f"{name}.toml"
+
+
+def _refuse_ambiguous(claim: Claim, part: Part, chosen: Values, study: Sweep) -> None:
+    seeds = [point.recipe.seed for point in study.points if matches(point, chosen)]
+    if not seeds:
+        raise RecipeError(f"{claim.name}: part {part.name!r}: no run of the study {study.name} has {chosen}")
+    if len(set(seeds)) < len(seeds):
+        raise RecipeError(f"{claim.name}: part {part.name!r}: {chosen} means several runs of one seed; say which")

@@ -1,0 +1,237 @@
+"""Effects: what the runs of a study say about each hypothesis of a claim, seed by seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedflat.flatness import LEVEL
+from fedflat.runs.claims.claim import Claim, Part, Values, matches
+from fedflat.runs.claims.evidence import Evidence
+from fedflat.runs.claims.verdict import Finding, Hypothesis, Word, concluded, judge
+from fedflat.runs.sweep.plan import Sweep
+from fedflat.runs.sweep.results import Row
+
+DRAWS = 10_000  # of the bootstrap
+FEWEST = 3  # runs that a ranking needs
+
+
+def _gap(metrics: Mapping[str, float]) -> float | None:
+    """Test loss minus training loss of the last model."""
+    return metrics["loss"] - metrics["train_loss"] if {"loss", "train_loss"} <= metrics.keys() else None
+
+
+def _drift_share(metrics: Mapping[str, float]) -> float | None:
+    """|Σ μ_w μ_g| / |gap| of the middle layer, train → test: the share of the gap without correlated fluctuations."""
+    drift, gap = (metrics.get(f"duality_fc2_train_to_test_{name}") for name in ("drift", "gap"))
+    return abs(drift / gap) if drift is not None and gap else None
+
+
+# Quantities that are computed from others; `rounds_to_target` is computed from the curve.
+DERIVED: dict[str, Callable[[Mapping[str, float]], float | None]] = {"gap": _gap, "drift_share": _drift_share}
+
+
+def rounds_to_target(curve: Sequence[tuple[int, float]], target: float, rounds: int) -> int:
+    """The first evaluated round with at least the target, or `rounds + 1` if there is none.
+
+    The true number of a run that does not reach the target is larger, so a difference to such a run is a lower bound.
+
+    Args:
+        curve: pairs of round and value.
+        target: the value to reach.
+        rounds: number of rounds of the run.
+
+    >>> rounds_to_target([(2, 0.5), (4, 0.7)], 0.6, 4), rounds_to_target([(2, 0.5), (4, 0.7)], 0.8, 4)
+    (4, 5)
+    """
+    return next((round for round, value in curve if value >= target), rounds + 1)
+
+
+def quantity(row: Row, name: str, part: Part, rounds: int) -> float | None:
+    """The value of a part's quantity in a run; None if it is missing, or if a ratio needs it and it is not positive."""
+    if part.target is not None:
+        return float(rounds_to_target(row["curve"], part.target, rounds))
+    found = value_of(row, name)
+    return None if part.compare == "ratio" and found is not None and found <= 0 else found
+
+
+def value_of(row: Row, name: str) -> float | None:
+    """A column of a run's row or a derived quantity; None if it is missing or not finite."""
+    metrics = row["metrics"]
+    found = DERIVED[name](metrics) if name in DERIVED else metrics.get(name)
+    return found if found is not None and math.isfinite(found) else None
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One hypothesis and what the seeds say.
+
+    Attributes:
+        name: the name of the part, or the measure of a ranking.
+        finding: the verdict with mean and interval, in the unit that is shown: a difference, a ratio, or τ.
+        bound: what the effect must exceed or stay below, in the same unit.
+        direction: on which side of it the claimed effects are.
+        unit: "difference", "ratio", "value" (of the runs themselves) or "τ".
+        values: the effect for each seed, on the scale on which it was judged.
+        means: mean quantity of the runs in question, and of those they are compared with (None if there are none).
+        printed: what the paper prints.
+        pooled: for a ranking, τ over all runs at once, with the ends of its bootstrap interval.
+    """
+
+    name: str
+    finding: Finding
+    bound: float
+    direction: str
+    unit: str
+    values: tuple[float, ...]
+    means: tuple[float | None, float | None] = (None, None)
+    printed: str = ""
+    pooled: tuple[float, float, float] | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """A claim with the effects of its parts, its verdict, and what it cost.
+
+    Attributes:
+        claim: the claim.
+        effects: one for each part.
+        word: the verdict on the whole.
+        more: for an undecided claim, the number of further seeds that would decide it; None if more than 1,000.
+        runs: the number of runs that it needs.
+        known: the number of these runs that have results.
+        hours: the time that these took to train.
+    """
+
+    claim: Claim
+    effects: tuple[Effect, ...]
+    word: Word
+    more: int | None
+    runs: int
+    known: int
+    hours: float
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in words."""
+        return str(Finding(self.word, math.nan, math.nan, math.nan, 0, self.more))
+
+
+def state_of(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> State:
+    """Judges a claim by the results that are known."""
+    if claim.ranking:
+        judged = _ranked(claim, studies, evidence)
+    else:
+        judged = [_effect(part, studies[claim.study_of(part)], evidence) for part in claim.part]
+    rows = [evidence.of(study, point) for study in studies.values() for point in claim.points(study)]
+    seconds = sum(row["metrics"].get("seconds", 0.0) for row in rows if row)
+    controls = set(claim.ranking.beside) if claim.ranking else set()
+    word, more = concluded([part for effect, part in judged if effect.name not in controls], claim.need)
+    effects = tuple(effect for effect, _ in judged)
+    return State(claim, effects, word, more, len(rows), sum(row is not None for row in rows), seconds / 3600)
+
+
+def _effect(part: Part, study: Sweep, evidence: Evidence) -> tuple[Effect, Hypothesis]:
+    mine = _by_seed(part, part.quantity, part.of, study, evidence)
+    other = part.against_quantity or part.quantity
+    theirs = _by_seed(part, other, part.against, study, evidence) if part.against is not None else {}
+    seeds = sorted(seed for seed in mine if part.against is None or seed in theirs)
+    scale = math.log if part.compare == "ratio" else float
+    values = tuple(scale(mine[s]) - (scale(theirs[s]) if part.against is not None else 0.0) for s in seeds)
+    bound = scale(part.limit)
+    found = judge(values, bound, part.direction)
+    if part.compare == "ratio":
+        ends = (math.exp(found.mean), math.exp(found.low), math.exp(found.high))
+        found = Finding(found.word, *ends, found.seeds, found.more)
+    unit = part.compare if part.against is not None else "value"
+    means = (_mean([mine[s] for s in seeds]), _mean([theirs[s] for s in seeds if s in theirs]))
+    shown = Effect(part.name, found, part.limit, part.direction, unit, values, means, part.printed)
+    return shown, (values, bound, part.direction)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _by_seed(part: Part, name: str, chosen: Values, study: Sweep, evidence: Evidence) -> dict[int, float]:
+    """A quantity of the chosen runs that are known, by seed."""
+    found: dict[int, float] = {}
+    for point in study.points:
+        row = evidence.of(study, point) if matches(point, chosen) else None
+        value = quantity(row, name, part, point.recipe.server.rounds) if row else None
+        if value is not None:
+            found[point.recipe.seed] = value
+    return found
+
+
+def _ranked(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> list[tuple[Effect, Hypothesis]]:
+    """Kendall's τ of each measure with the quantity: within each seed of each study, and over all runs at once.
+
+    The runs of one seed share data, split and first weights and differ only in the method; the τ of the seeds are
+    judged like any other effect. The τ over all runs also compares settings with each other; its interval is that of a
+    bootstrap over whole seeds of studies, because runs of one seed are not independent.
+    """
+    ranking = claim.ranking
+    assert ranking is not None
+    clusters: list[list[Row]] = []
+    for name in ranking.studies:
+        seeds: dict[int, list[Row]] = {}
+        for point in studies[name].points:
+            if row := evidence.of(studies[name], point):
+                seeds.setdefault(point.recipe.seed, []).append(row)
+        clusters += seeds.values()
+    judged: list[tuple[Effect, Hypothesis]] = []
+    for measure in (*ranking.measures, *ranking.beside):
+        pairs = [kept for rows in clusters if len(kept := _pairs(rows, measure, ranking.quantity)) >= FEWEST]
+        values = tuple(tau for each in pairs if not math.isnan(tau := _tau(each)))
+        found = judge(values, ranking.bound, "higher")
+        pooled = pooled_tau(pairs) if pairs else None
+        shown = Effect(measure, found, ranking.bound, "higher", "τ", values, pooled=pooled)
+        judged.append((shown, (values, ranking.bound, "higher")))
+    return judged
+
+
+Pairs = list[tuple[float, float]]
+
+
+def _pairs(rows: Sequence[Row], measure: str, quantity: str) -> Pairs:
+    both = ((value_of(row, measure), value_of(row, quantity)) for row in rows)
+    return [(x, y) for x, y in both if x is not None and y is not None]
+
+
+def _tau(pairs: Pairs) -> float:
+    """Kendall's τ_b: concordant minus discordant pairs of runs, corrected for ties; NaN if one side is constant."""
+    x, y = zip(*pairs, strict=True)
+    from scipy.stats import kendalltau
+
+    return float(kendalltau(x, y).statistic)
+
+
+def pooled_tau(clusters: Sequence[Pairs], draws: int = DRAWS) -> tuple[float, float, float]:
+    """Kendall's τ over all runs, and the ends of its 95 % interval by a bootstrap over clusters.
+
+    τ = (concordant − discordant)/(concordant + discordant), over all pairs of runs without a tie. A draw takes as many
+    clusters as there are, with replacement, and the τ of all their runs; the ends are quantiles of these.
+
+    Args:
+        clusters: for each cluster, the two values of each of its runs.
+        draws: number of bootstrap draws.
+    """
+    cluster = np.repeat(np.arange(len(clusters)), [len(each) for each in clusters])
+    x, y = np.array([pair for each in clusters for pair in each]).T
+    agree = np.sign(x[:, None] - x[None]) * np.sign(y[:, None] - y[None])
+    blocks = np.zeros((len(clusters),) * 2)
+    np.add.at(blocks, (cluster[:, None], cluster[None]), agree)
+    size = np.zeros((len(clusters),) * 2)
+    np.add.at(size, (cluster[:, None], cluster[None]), (agree != 0).astype(float))
+
+    chance = np.random.default_rng(0)
+    weights = chance.multinomial(len(clusters), np.full(len(clusters), 1 / len(clusters)), draws).astype(float)
+    weights = np.vstack([np.ones(len(clusters)), weights])
+    taus = np.einsum("dc,ck,dk->d", weights, blocks, weights) / np.einsum("dc,ck,dk->d", weights, size, weights)
+    tail = (1 - LEVEL) / 2
+    low, high = np.nanquantile(taus[1:], [tail, 1 - tail])
+    return float(taus[0]), float(low), float(high)

@@ -1,0 +1,140 @@
+"""Results of studies as JSON lines, found again by a digest of their recipe, so that nothing is trained twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedflat.errors import RunError
+from fedflat.files import read_whole, write_whole, written_to
+from fedflat.runs.folder import read_recipe
+from fedflat.runs.record import read_record
+from fedflat.runs.sweep.plan import Point, Sweep
+from fedflat.runs.sweep.results import Row, finished
+
+UNSTABLE = {"engine": {"name", "workers", "address"}, "data": {"dir"}, "model": {"base"}}
+ASIDE = dict.fromkeys(("trackers", "checkpoint", "deployment"), True)
+
+
+def digest(point: Point) -> str:
+    """The SHA-256 of all settings that a run's results depend on, shortened to 16 digits.
+
+    Settings with their default value are left out. So a field that a later version adds, with a default that changes
+    nothing, does not change the digests.
+    """
+    recipe = point.recipe.model_dump(mode="json", exclude_defaults=True, exclude={**UNSTABLE, **ASIDE})
+    recipe = {name: value for name, value in recipe.items() if value != {}}
+    text = json.dumps({"recipe": recipe, "after": list(point.after)}, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def shipped_evidence() -> Path:
+    """The directory of the results that come with fedflat."""
+    package = Path(__file__).parents[2]
+    # A wheel has them inside the package, a checkout among its documents.
+    return next((f for f in (package / "results", package.parents[1] / "docs" / "results") if f.is_dir()), package)
+
+
+@dataclass
+class Evidence:
+    """The results that are known: for each study, a row for each digest of a recipe.
+
+    A row has the digest, the grid `values`, the `metrics` of the sweep's table, and the `curve` of the followed metric
+    as pairs of round and value.
+    """
+
+    rows: dict[str, dict[str, Row]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folders: Iterable[Path]) -> Evidence:
+        """Reads `STUDY.jsonl` of all folders; where two have the same run, the later folder counts."""
+        known = cls()
+        for folder in folders:
+            for path in sorted(folder.glob("*.jsonl")):
+                known.rows.setdefault(path.stem, {}).update({row["digest"]: row for row in _lines(path)})
+        return known
+
+    def of(self, study: Sweep, point: Point) -> Row | None:
+        """The row of a run, if it is known."""
+        return self.rows.get(study.name, {}).get(digest(point))
+
+    def missing(self, study: Sweep, points: Iterable[Point]) -> list[Point]:
+        """The runs of a study that are not known."""
+        return [point for point in points if self.of(study, point) is None]
+
+    def gather(self, study: Sweep, folder: Path) -> None:
+        """Adds the finished runs in the directory of a sweep."""
+        for point in study.points:
+            if self.of(study, point) is None and finished(folder / point.slug, point):
+                self.rows.setdefault(study.name, {})[digest(point)] = row_of(folder / point.slug, point)
+
+    def write(self, study: Sweep, folder: Path) -> None:
+        """Writes the rows of a study in the order of its grid; rows of other settings are dropped."""
+        rows = [row for point in study.points if (row := self.of(study, point)) is not None]
+        if not rows:
+            return
+        with written_to(folder, "choose another --results"):
+            folder.mkdir(parents=True, exist_ok=True)
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            write_whole(folder / f"{study.name}.jsonl", text.encode(), public=True)
+
+
+def row_of(folder: Path, point: Point) -> Row:
+    """The row of a finished run, from its directory."""
+    result = json.loads(read_whole(folder / "result.json"))
+    summary = json.loads(read_whole(folder / "summary.json"))
+    metrics = {name: _short(value) for name, value in result["metrics"].items() if value is not None}
+    return {
+        "digest": digest(point),
+        "values": point.values,
+        "metrics": metrics,
+        "curve": _curve(folder / "metrics.jsonl", read_recipe(folder).metric),
+        "versions": summary["versions"],
+    }
+
+
+def _curve(path: Path, metric: str) -> list[tuple[int, float]]:
+    records = (read_record(line) for line in read_whole(path).splitlines())
+    return [(each["round"], _short(each[metric])) for each in records if each and each.get(metric) is not None]
+
+
+def _short(value: float) -> float:
+    """A number with seven digits, which is what float32 has."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def _lines(path: Path) -> list[Row]:
+    """The rows of a file. Lines without a digest are ignored. Raises `RunError` if a line is damaged."""
+    rows = []
+    for number, line in enumerate(read_whole(path).splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise RunError(
+                f"{path}: line {number} is not JSON; take the file from a backup, or delete the line"
+            ) from None
+        if isinstance(row, dict) and "digest" in row:
+            if not _whole(row):
+                raise RunError(f"{path}: line {number} is not a valid result; delete it to train its run again")
+            rows.append(row)
+    return rows
+
+
+def _whole(row: Mapping[str, Any]) -> bool:
+    curve, metrics = row.get("curve"), row.get("metrics")
+    return (
+        isinstance(row["digest"], str)
+        and isinstance(row.get("values"), dict)
+        and isinstance(metrics, dict)
+        and all(_number(value) for value in metrics.values())
+        and isinstance(curve, list)
+        and all(isinstance(pair, list) and len(pair) == 2 and all(map(_number, pair)) for pair in curve)
+    )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

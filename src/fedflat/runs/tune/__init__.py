@@ -1,0 +1,23 @@
+"""Tuning: a space of settings, successive halving with equal budgets, and the search."""
+
+from fedflat.runs.tune.halving import Rung, promoted, rungs, spent
+from fedflat.runs.tune.optuna_storage import to_optuna
+from fedflat.runs.tune.search import Plan, Trial, Tuned, final_sweep, rows, search
+from fedflat.runs.tune.space import Space, read_space, tuned_recipe
+
+__all__ = [
+    "Plan",
+    "Rung",
+    "Space",
+    "Trial",
+    "Tuned",
+    "final_sweep",
+    "promoted",
+    "read_space",
+    "rows",
+    "rungs",
+    "search",
+    "spent",
+    "to_optuna",
+    "tuned_recipe",
+]

@@ -1,0 +1,250 @@
+"""Tunes methods with equal budgets on validation samples. The directory of the runs is the only state."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fedflat.errors import RecipeError, RunError
+from fedflat.files import private_directory, read_whole, write_whole, written_to
+from fedflat.recipe import Recipe
+from fedflat.runs.folder import read_recipe
+from fedflat.runs.record import read_record
+from fedflat.runs.sweep.overrides import filled, spelled
+from fedflat.runs.sweep.plan import FULL, Point, Sweep, slug_of, told_apart
+from fedflat.runs.tune.halving import Rung, promoted, rungs, spent
+from fedflat.runs.tune.space import Settings, Space, tuned_recipe
+
+SEARCH_SEEDS = 10_000  # the first seed of a search; those of the final runs are below
+Train = Callable[[Sweep, Path], object]  # trains the runs of a sweep in a directory; failed ones have no score
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One combination of settings of a method, with its mean validation score at each evaluated round."""
+
+    method: str
+    settings: Settings
+    scores: dict[int, float | None]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of the search for a method, and its budget.
+
+    Attributes:
+        method: the method, with names in braces.
+        best: the settings with the best score in the last stage; None if every trial failed.
+        score: its mean score over the search seeds, on validation samples.
+        combinations: number of combinations in the method's grid.
+        given: rounds that every method was given, over all search seeds.
+        used: rounds that this method used; fewer than given if its grid is smaller than the number of trials.
+        trials: all of its trials.
+    """
+
+    method: str
+    best: Settings | None
+    score: float | None
+    combinations: int
+    given: int
+    used: int
+    trials: list[Trial]
+
+    @property
+    def filled(self) -> str:
+        """The method with the best settings in place of the names."""
+        return str(filled(self.method, self.best or {}))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A search: what is tuned, with which budget.
+
+    Attributes:
+        recipe: all settings that are not tuned.
+        space: methods and values.
+        rounds: number of rounds of a run in the last stage.
+        trials: maximum number of combinations of each method.
+        eta: η; a share 1/η of the trials is promoted.
+        seeds: number of search seeds for each trial.
+        validation: share of each client's samples that is held out and scored.
+    """
+
+    recipe: Recipe
+    space: Space
+    rounds: int
+    trials: int = 9
+    eta: int = 3
+    seeds: int = 1
+    validation: float = 0.1
+
+    @property
+    def stages(self) -> list[Rung]:
+        return rungs(self.rounds, self.trials, self.eta)
+
+    def point(self, method: str, settings: Settings, seed: int, rounds: int) -> Point:
+        """A run of a trial up to a round. It never sees test samples: it is scored on held-out client samples."""
+        evaluation = {"on": "validation", "validation": self.validation, "every": 0}
+        layer = {"seed": seed, "server": {"rounds": rounds}, "evaluation": evaluation}
+        recipe = tuned_recipe(self.recipe, method, settings, [layer])
+        values = {"method": filled(method, settings), **settings, "seed": seed}
+        return Point(values, recipe, (), slug_of(values))
+
+    def described(self) -> dict[str, Any]:
+        """Everything that the search depends on, as a table."""
+        budget = {"rounds": self.rounds, "trials": self.trials, "eta": self.eta, "seeds": self.seeds}
+        recipe = {name: value for name, value in self.recipe.essentials().items() if name not in ("seed", "method")}
+        table = {**budget, "validation": self.validation, **asdict(self.space), "recipe": recipe}
+        return dict(json.loads(json.dumps(table, default=str)))
+
+
+def search(plan: Plan, folder: Path, train: Train) -> list[Tuned]:
+    """Tunes every method of a plan by successive halving.
+
+    The scores are read from the metrics of the runs, and a run that exists already continues from its checkpoint.
+    So a search that was killed and is started again gives the same result, bit for bit.
+
+    Args:
+        plan: the search.
+        folder: its directory.
+        train: trains the runs of a sweep in a directory, and skips or resumes those that are begun.
+
+    Returns:
+        For each method, its best settings and its budget.
+
+    Raises:
+        RunError: the directory holds another search.
+    """
+    _claim(plan, folder)
+    chosen = {method: plan.space.drawn(method, plan.trials) for method in plan.space.methods}
+    trials = [(method, settings) for method, some in chosen.items() for settings in some]
+    scores: dict[int, dict[int, float | None]] = {index: {} for index in range(len(trials))}
+    alive = list(scores)
+    for stage in plan.stages:
+        alive = [index for method in chosen for index in _best(method, trials, alive, scores, stage.trials)]
+        _train_stage(plan, folder, [trials[index] for index in alive], stage, train)
+        for index in alive:
+            scores[index][stage.rounds] = _score(plan, folder, *trials[index], stage.rounds)
+    found = [_tuned(plan, method, trials, scores) for method in chosen]
+    with written_to(folder, "free some space, then run the same command again"):
+        table = [asdict(each) for each in found]
+        write_whole(folder / "tuned.json", json.dumps(table, indent=2, ensure_ascii=False).encode() + b"\n")
+    return found
+
+
+def _claim(plan: Plan, folder: Path) -> None:
+    """Writes the plan into the directory, or checks that the directory holds the same plan."""
+    path = folder / "search.json"
+    if path.exists():
+        try:
+            same = json.loads(read_whole(path)) == plan.described()
+        except ValueError:
+            same = False
+        if not same:
+            raise RunError(f"{folder}: holds another search; repeat its command to go on, or choose another --out")
+        return
+    with written_to(folder, "choose another --out"):
+        private_directory(folder)
+        write_whole(path, json.dumps(plan.described(), indent=2).encode() + b"\n")
+
+
+def _best(
+    method: str,
+    trials: Sequence[tuple[str, Settings]],
+    alive: Sequence[int],
+    scores: dict[int, dict[int, float | None]],
+    places: int,
+) -> list[int]:
+    """The trials of a method that enter the next stage: those with the best last scores; failed ones never do."""
+    mine = [index for index in alive if trials[index][0] == method]
+    last = {index: list(scores[index].values())[-1] if scores[index] else 0.0 for index in mine}
+    return promoted({index: score for index, score in last.items() if score is not None}, places)
+
+
+def _train_stage(plan: Plan, folder: Path, trials: Sequence[tuple[str, Settings]], stage: Rung, train: Train) -> None:
+    seeds = range(SEARCH_SEEDS, SEARCH_SEEDS + plan.seeds)
+    points = told_apart([plan.point(*trial, seed, stage.rounds) for trial in trials for seed in seeds])
+    waiting = tuple(point for point in points if _read(folder / point.slug, stage.rounds) is None)
+    if waiting:
+        train(Sweep("tune", FULL, waiting), folder)
+
+
+def _score(plan: Plan, folder: Path, method: str, settings: Settings, rounds: int) -> float | None:
+    """The mean over the search seeds of the score at a round (larger is better); None if a run has none."""
+    seeds = range(SEARCH_SEEDS, SEARCH_SEEDS + plan.seeds)
+    slugs = (point.slug for point in told_apart([plan.point(method, settings, seed, rounds) for seed in seeds]))
+    found = [_read(folder / slug, rounds) for slug in slugs]
+    known = [value for value in found if value is not None]
+    return fmean(known) if len(known) == len(found) else None
+
+
+def _read(run: Path, round: int) -> float | None:
+    """The followed metric of a run at a round, with a sign so that larger is better."""
+    if not (run / "metrics.jsonl").is_file():
+        return None
+    recipe = read_recipe(run)
+    for line in read_whole(run / "metrics.jsonl").splitlines():
+        record = read_record(line)
+        if record and record["round"] == round and record.get(recipe.metric) is not None:
+            return recipe.rank(record[recipe.metric])
+    return None
+
+
+def _tuned(
+    plan: Plan, method: str, trials: Sequence[tuple[str, Settings]], scores: dict[int, dict[int, float | None]]
+) -> Tuned:
+    mine = {index: Trial(*trials[index], scores[index]) for index in scores if trials[index][0] == method}
+    last = {index: score for index, trial in mine.items() if (score := trial.scores.get(plan.rounds)) is not None}
+    best = max(last, key=lambda index: (last[index], -index)) if last else None
+    grid = plan.space.grid(method)
+    given, used = (plan.seeds * spent(plan.stages, n) for n in (plan.trials, min(plan.trials, len(grid))))
+    settings, score = (None, None) if best is None else (mine[best].settings, last[best])
+    return Tuned(method, settings, score, len(grid), given, used, list(mine.values()))
+
+
+def final_sweep(plan: Plan, found: Sequence[Tuned], seeds: int) -> str:
+    """A sweep file that trains every method with its best settings on seeds that the search has not seen.
+
+    It uses all training samples, and scores what the recipe scores.
+
+    Raises:
+        RecipeError: no method has settings that worked, or there are too many seeds.
+    """
+    working = [each for each in found if each.best is not None]
+    if not working:
+        raise RecipeError(
+            "tune: every trial of every method failed; look at the log.txt of a run, and try other values"
+        )
+    if not 0 < seeds <= SEARCH_SEEDS:
+        raise RecipeError(f"--final {seeds}: must be from 1 to {SEARCH_SEEDS:,}, below the seeds of the search")
+    server = plan.recipe.server.model_copy(update={"rounds": plan.rounds})
+    base = plan.recipe.model_copy(update={"server": server}).to_toml()
+    methods = ", ".join(json.dumps(each.filled, ensure_ascii=False) for each in working)
+    lines = [f'preset = "none"\n{base}', f"[grid]\nmethod = [{methods}]\nseed = {list(range(seeds))}"]
+    for each in working:
+        fields = {name: value for name, value in (each.best or {}).items() if "." in name}
+        if fields:
+            setting = ", ".join(f"{name} = {json.dumps(value)}" for name, value in fields.items())
+            when = json.dumps(each.filled, ensure_ascii=False)
+            lines.append(f"[[override]]\nwhen = {{ method = {when} }}\nset = {{ {setting} }}")
+    return "\n\n".join(lines) + "\n"
+
+
+def rows(found: Sequence[Tuned]) -> list[dict[str, str]]:
+    """The budget and the result of each method, as rows of a table."""
+    return [
+        {
+            "method": each.method,
+            "combinations": f"{len(each.trials)} of {each.combinations}",
+            "rounds given": str(each.given),
+            "rounds used": str(each.used),
+            "best settings": ", ".join(f"{n} = {spelled(v)}" for n, v in (each.best or {}).items()) or "all failed",
+            "validation": "" if each.score is None or math.isnan(each.score) else f"{abs(each.score):.4f}",
+        }
+        for each in found
+    ]

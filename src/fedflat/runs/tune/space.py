@@ -1,0 +1,113 @@
+"""Search spaces: lists of values for fields of a recipe and for names in the braces of a method."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from fedflat.errors import RecipeError, nearest, shortened
+from fedflat.randomness import numpy_generator
+from fedflat.recipe import Recipe, nested, parsed, read_text, stacked
+from fedflat.runs.sweep.overrides import filled, flattened, listed, names_in, spelled
+from fedflat.runs.sweep.plan import is_field
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The methods to tune, and the values to try.
+
+    An axis is a field of the recipe (`local.lr`), which every method has, or a name in braces, which belongs to the
+    methods that contain it: `rho` to `fedsam({rho})`.
+    """
+
+    methods: tuple[str, ...]
+    axes: dict[str, list[Any]]
+
+    def grid(self, method: str) -> list[Settings]:
+        """All combinations of the values that a method has."""
+        mine = {name: values for name, values in self.axes.items() if is_field(name) or name in names_in(method)}
+        return [dict(zip(mine, each, strict=True)) for each in product(*mine.values())]
+
+    def drawn(self, method: str, trials: int, seed: int = 0) -> list[Settings]:
+        """At most `trials` of the combinations, drawn without replacement and kept in the order of the grid."""
+        grid = self.grid(method)
+        if len(grid) <= trials:
+            return grid
+        chosen = numpy_generator(seed, f"tune {method}").choice(len(grid), trials, replace=False)
+        return [grid[index] for index in sorted(chosen.tolist())]
+
+
+def read_space(methods: Sequence[str], written: Iterable[str], default: str = "fedavg") -> Space:
+    """Reads a space from TOML files and from texts such as `local.lr=0.01,0.1`.
+
+    Args:
+        methods: the methods; a file may add more.
+        written: files with a table `[space]`, and texts of one axis each.
+        default: the method if there is no other.
+
+    Raises:
+        RecipeError: a file or text is invalid, or an axis belongs to no method.
+    """
+    found, axes = list(methods), dict[str, list[Any]]()
+    for text in written:
+        if text.endswith(".toml"):
+            table = _table(Path(text))
+            found += [str(method) for method in listed(table.get("method", []))]
+            axes |= flattened(table.get("space", {}))
+        else:
+            name, equals, values = text.partition("=")
+            if not equals or not values.strip():
+                raise RecipeError(f"--space {shortened(text)}: write it as local.lr=0.01,0.1, or give a TOML file")
+            axes[name.strip()] = _values(values)
+    space = Space(tuple(dict.fromkeys(found or [default])), axes)
+    _refuse(space)
+    return space
+
+
+def _table(path: Path) -> Mapping[str, Any]:
+    try:
+        table = parsed(read_text(path), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read ({error})") from None
+    if unknown := [name for name in table if name not in ("method", "space")]:
+        raise RecipeError(f"{path}: {unknown[0]!r} is unknown; a space has `method` and a table [space]")
+    if not isinstance(table.get("space", {}), Mapping):
+        raise RecipeError(f"{path}: space: must be a table of lists, as in local.lr = [0.01, 0.1]")
+    return table
+
+
+def _values(text: str) -> list[Any]:
+    """The values between commas, as TOML reads them; words may stand without quotes."""
+    try:
+        return list(tomllib.loads(f"values = [{text}]")["values"])
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError):
+        return [word.strip() for word in text.split(",")]
+
+
+def _refuse(space: Space) -> None:
+    if not space.axes:
+        raise RecipeError("--space: nothing to search; give values, as in --space local.lr=0.01,0.1")
+    used = names_in(list(space.methods))
+    for name, values in space.axes.items():
+        if not isinstance(values, list) or not values or len({spelled(v) for v in values}) < len(values):
+            raise RecipeError(f"--space {name}: must be a list of different values")
+        if not is_field(name) and name not in used:
+            known = ["local.lr", *sorted(used)]
+            raise RecipeError(
+                f"--space {name}: is not a field of a recipe, and no method has {{{name}}}; {nearest(name, known)}"
+            )
+    if missing := next((name for name in sorted(used) if name not in space.axes), None):
+        raise RecipeError(f"--space: {{{missing}}} has no values; give some, as in --space {missing}=0.05,0.1")
+
+
+def tuned_recipe(base: Recipe, method: str, settings: Settings, layers: Sequence[Mapping[str, Any]] = ()) -> Recipe:
+    """The recipe with a method, one combination of settings, and further tables on top."""
+    table = {**base.model_dump(exclude_none=True), "preset": "none", "method": filled(method, settings)}
+    fields = [nested(name, value) for name, value in settings.items() if is_field(name)]
+    return stacked(table, *fields, *layers)
