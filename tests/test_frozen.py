@@ -23,7 +23,7 @@ from fedflat.local.step import train as local_train
 from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, load
-from fedflat.rounds.client import Problem
+from fedflat.rounds.setup import Problem
 from fedflat.runs.build import load_run, prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.export import export
@@ -244,7 +244,7 @@ def test_a_run_is_not_resumed_on_another_base(digits, tmp_path):
     bases = [Network(module).base_digest[:12] for module in (probe(), probe(seed=1))]
     sentence = (
         rf"00000001.json: was trained on the base {bases[0]}…, and this model has the base {bases[1]}…; "
-        "give it the frozen weights that the run began with, or begin anew$"
+        "give it the frozen weights that the run began with, or start a new run$"
     )
     with pytest.raises(RunError, match=sentence):
         train(digits, probe(seed=1), rounds=2, cohort=3, engine="inline", out=tmp_path, resume=True)
@@ -255,11 +255,11 @@ def test_a_run_is_not_resumed_on_another_base(digits, tmp_path):
 
 def without_base(path):
     """A manifest as it was written before there were bases."""
-    from fedflat.runs.checkpoint import _text
+    from fedflat.runs.manifest import manifest_text
 
     manifest = json.loads(path.read_text())
     del manifest["sha256"], manifest["base"]
-    path.write_bytes(_text(manifest))
+    path.write_bytes(manifest_text(manifest))
 
 
 def test_checkpoints_from_before_there_were_bases_open(digits, tmp_path):

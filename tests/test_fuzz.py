@@ -95,6 +95,7 @@ def test_a_ledger_of_another_form_is_damaged_in_a_sentence(content, tmp_path):
     from fedflat.flower.tally import DiskBook
 
     (tmp_path / "client-0.json").write_bytes(content)
+    (tmp_path / "client-0.json").chmod(0o600)  # another user's ledger is refused before it is read
     with pytest.raises(PolicyError, match="ledger is damaged"), DiskBook(tmp_path, 0).opened():
         pass
     assert (tmp_path / "client-0.json").read_bytes() == content
@@ -118,6 +119,23 @@ def test_a_record_whose_fields_are_of_another_kind_is_none(field, value):
     record = {"round": 1, "bytes_down": 1, "bytes_up": 1, "seconds": 0.5}
     assert read_record(json.dumps(record).encode()) == record
     assert read_record(json.dumps({**record, field: value}).encode()) is None or (field, value) == ("notes", {"a": 1})
+
+
+@pytest.mark.parametrize("field", ["bytes_up", "bytes_down", "seconds"])
+@pytest.mark.parametrize("value", ["null", "NaN", "Infinity"])
+def test_a_record_without_a_number_that_is_summed_is_none(field, value):
+    from fedflat.runs import read_record
+
+    record = json.dumps({"round": 1, "bytes_down": 1, "bytes_up": 1, "seconds": 0.5, field: 7.25})
+    assert read_record(record.encode()) and read_record(record.replace("7.25", value).encode()) is None
+
+
+def test_a_curve_that_is_not_finite_is_drawn():
+    from fedflat.report.watch import sparkline
+
+    assert (
+        sparkline([0.0, float("inf")], 9) == sparkline([0.0, float("nan")], 9) == sparkline([-1e308, 1e308], 9) == "▁█"
+    )
 
 
 def test_labels_of_other_shapes_or_kinds_are_a_sentence(tmp_path):

@@ -1,5 +1,6 @@
 """Recipes: every value shown, every mistake named."""
 
+import math
 import tomllib
 
 import pytest
@@ -157,3 +158,10 @@ def test_long_methods_end_in_one_sentence(method):
 
     with pytest.raises(RecipeError, match=r"^method"):
         parse(method)
+
+
+def test_only_a_limit_may_be_infinite():
+    assert validated({"admission": {"max_norm": math.inf}}).admission.max_norm == math.inf
+    for table in ({"admission": {"max_norm": -math.inf}}, {"local": {"lr": math.inf}}):
+        with pytest.raises(RecipeError, match="must be a finite number"):
+            validated(table)

@@ -16,9 +16,9 @@ from fedflat.methods.parser import parse
 from fedflat.methods.parts import LookbackAscent
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, Server
-from fedflat.rounds.client import Problem
 from fedflat.rounds.cohort import draw_cohort
 from fedflat.rounds.server import conduct, first_state
+from fedflat.rounds.setup import Problem
 from fedflat.rounds.store import Scratch, _system
 from fedflat.runs.personal import personalise
 

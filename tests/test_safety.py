@@ -20,10 +20,11 @@ from safetensors.torch import load_file
 import fedflat
 from fedflat import FedflatError, federate, train
 from fedflat.errors import RunError
+from fedflat.files import write_whole
 from fedflat.recipe import load
 from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
-from fedflat.runs.folder import read_model, write_whole
+from fedflat.runs.folder import read_model
 
 SOURCE = Path(fedflat.__file__).parent
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -167,7 +168,7 @@ class Disk:
 
     def __init__(self, patch, folder, steps=10**6, number=errno.EIO):
         self.taken, self._steps, self._number = 0, steps, number
-        replace, fsync, opened = os.replace, os.fsync, Path.open
+        replace, fsync, opened, fdopen = os.replace, os.fsync, Path.open, os.fdopen
         disk = self
 
         class File(io.FileIO):
@@ -183,7 +184,12 @@ class Disk:
             file = File(path, mode.replace("b", ""))
             return file if buffering == 0 else io.BufferedWriter(file)
 
+        def fdopen_(descriptor, mode="r", *rest):
+            return io.BufferedWriter(File(descriptor, "w")) if mode == "wb" else fdopen(descriptor, mode, *rest)
+
         patch.setattr(Path, "open", open_)
+        patch.setattr(os, "fdopen", fdopen_)
+        patch.setattr("fedflat.files.FileIO", File)
         patch.setattr(os, "fsync", lambda file: self.step() or fsync(file))
         patch.setattr(os, "replace", lambda *names: self.step() or replace(*names))
 
@@ -232,7 +238,7 @@ def test_a_disk_that_fails_at_any_step_stops_the_run_in_one_sentence_and_loses_n
 ON_A_DISK = """
 import shutil, subprocess, sys
 from pathlib import Path
-from fedflat.runs.checkpoint import verified
+from fedflat.runs.manifest import verified
 from fedflat.errors import RunError
 from fedflat.runs.build import prepare
 from fedflat.recipe import load

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,6 @@ import pytest
 import torch
 
 from fedflat import federate, train
-from fedflat.cli import main
-from fedflat.cli.app import err, out
 from fedflat.flatness import (
     Landscape,
     Portion,
@@ -56,21 +53,8 @@ def runs(finished, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def fedflat(monkeypatch, capsys):
-    """The command line, in this process: a real one of its own takes seconds to import torch."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(out, "width", 160)
-    monkeypatch.setattr(err, "width", 160)
-    terminated = signal.getsignal(signal.SIGTERM)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["fedflat", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    yield call
-    signal.signal(signal.SIGTERM, terminated)
+def fedflat(called_in, tmp_path):
+    return called_in(tmp_path)
 
 
 @pytest.fixture
@@ -121,6 +105,36 @@ def test_layers_are_shown_for_each_run_with_curvature_activity_and_bound(runs, f
     code, printed, _ = fedflat(*arguments)
     assert code == 0
     assert all(text in printed for text in ("fc1", "head", "MAN's bound", "plain: Hessian block"))
+
+
+ENCODER = """
+from torch import nn
+
+class Encoder(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x):
+        return self.head(self.layer(x.flatten(1, 2)).mean(dim=1))
+"""
+
+
+def test_a_run_of_ones_own_transformer_has_second_derivatives(tmp_path, monkeypatch, fedflat, read):
+    monkeypatch.chdir(tmp_path)
+    Path("own_encoder.py").write_text(ENCODER)
+    own = ("model=own_encoder:Encoder", "split.clients=2", "server.rounds=1", "local.steps=2", "engine=inline")
+    code, _, complaint = fedflat("run", "--trust", "--out", "run", *(text for one in own for text in ("--set", one)))
+    assert code == 0, complaint
+    samples = ("--samples", 40, "--trust")
+    for matrix in ("hessian", "ggn"):
+        found = read("flatness", "run", *samples, "--k", 1, "--products", 6, "--layers", "--matrix", matrix)["runs"][0]
+        assert found["spectrum"]["eigenvalues"][0] > 0
+    bounds = {layer["name"]: layer["activity"] and layer["activity"]["bound"] for layer in found["layers"]}
+    assert bounds["head"] > 0 and bounds["layer.linear1"] > 0
+    layers = read("duality", "run", "--pairs", 20, "--test-samples", 40, *samples)["layers"]
+    assert [each["layer"] for each in layers] == ["layer.linear1", "layer.linear2", "head"]
 
 
 def test_a_layers_block_has_its_bias_unless_it_is_left_out(runs, fedflat, read):
@@ -354,7 +368,8 @@ def broken(runs):
     recipe = runs / "misfit/recipe.toml"
     recipe.write_text(recipe.read_text().replace("hidden = [8]", "hidden = [9]"))
     assert "hidden = [9]" in recipe.read_text()
-    train(federate("digits", clients=3, alpha=1.0), rounds=1, engine="inline", out=runs / "python")
+    train(federate("digits", [[0, 1, 2], [3, 4]]), rounds=1, engine="inline", out=runs / "python")
+    (runs / "python/split.npz").unlink()
     return runs
 
 

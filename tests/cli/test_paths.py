@@ -1,16 +1,12 @@
 """The commands about several models: what they print, write and refuse."""
 
 import json
-import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from fedflat.cli import main
-from fedflat.cli.app import err, out
 from fedflat.flatness import Film, Portion, Trajectory
 from fedflat.recipe import load
 from fedflat.runs.build import load_run, prepare
@@ -29,21 +25,8 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
-def fedflat(finished, monkeypatch, capsys):
-    monkeypatch.chdir(finished)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(out, "width", 160)
-    monkeypatch.setattr(err, "width", 160)
-    terminated = signal.getsignal(signal.SIGTERM)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["fedflat", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    yield call
-    signal.signal(signal.SIGTERM, terminated)
+def fedflat(finished, called_in):
+    return called_in(finished)
 
 
 @pytest.fixture

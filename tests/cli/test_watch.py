@@ -188,7 +188,7 @@ def test_more_rounds_in_the_recipe_are_noticed(folder):
 @pytest.mark.parametrize("damage", [b"not JSON\n", b"[1]\n", b'{"rounds": 3}\n'])
 def test_a_whole_line_that_is_no_record_is_named(folder, damage):
     append(folder, *lines(2), damage)
-    with pytest.raises(RunError, match=r"metrics.jsonl: holds a line that is no round's record"):
+    with pytest.raises(RunError, match=r"metrics.jsonl: holds a line that is not the record of a round"):
         Followed(folder).look()
 
 

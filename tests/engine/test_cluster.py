@@ -1,6 +1,7 @@
 """Ray: the same numbers as on the other engines, also when a node is lost in the middle of a round."""
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedflat import federate, train
+from fedflat import federate, train, trusted
+from fedflat.engine import cluster
 from fedflat.errors import RecipeError, TrainingError
 from fedflat.methods.parser import parse
 from fedflat.methods.part import Part
@@ -46,7 +48,26 @@ def weights(result):
     return torch.cat([p.detach().flatten() for p in result.model.parameters()])
 
 
-def test_a_cluster_that_is_not_there_is_one_sentence(digits):
+def test_a_cluster_that_a_file_names_is_not_joined_unless_ray_is_trusted(digits, monkeypatch):
+    """Its processes send pickled objects, which run code in those that read them."""
+    monkeypatch.setattr(trusted, "_packages", set())
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("it was called"))
+    with pytest.raises(RecipeError, match=r"engine.address = 'evil.example:6379': who joins a Ray cluster runs what"):
+        train(digits, rounds=1, engine="ray", address="evil.example:6379")
+
+
+def test_without_an_address_no_cluster_is_joined_that_somebody_announces(digits, monkeypatch):
+    """Ray takes the address in /tmp/ray/ray_current_cluster, which any user can write, unless told otherwise."""
+    said = {}
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **settings: said.update(settings))
+    monkeypatch.setattr(cluster.signal, "signal", lambda *_: None)
+    cluster._connect(None, 0)
+    assert said["address"] == "local"
+
+
+def test_a_cluster_that_is_not_there_is_one_sentence(digits, monkeypatch):
+    monkeypatch.setattr(trusted, "_packages", {"ray"})
     with pytest.raises(TrainingError, match=r"engine.address = '127.0.0.1:1': no Ray cluster answers there"):
         train(digits, rounds=1, engine="ray", address="127.0.0.1:1")
 

@@ -15,8 +15,9 @@ from fedflat.methods.catalogue import CATALOGUE
 from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
 from fedflat.recipe import Local
-from fedflat.rounds.client import Broadcast, Problem, Worker
+from fedflat.rounds.client import Worker
 from fedflat.rounds.server import first_state, view
+from fedflat.rounds.setup import Broadcast, Problem
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedflat.errors import FedflatError, RecipeError, SplitError
 from fedflat.federation.authors import DRAWS, _class_of, divide
-from fedflat.federation.datasets import Dataset, Samples
+from fedflat.federation.dataset import Dataset, Samples
+from fedflat.federation.federating import federate
 from fedflat.federation.partition import load as load_partition
-from fedflat.federation.population import federate
 from fedflat.recipe import load as recipe
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -55,6 +55,20 @@ def test_digits_are_split_by_class_and_always_alike():
     check_statistics(digits.train.inputs, digits.mean, digits.std, 1e-3)
 
 
+def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    bunch, digits = load_digits(), load("digits")
+    for digit in range(10):
+        pixels = torch.from_numpy(bunch.images[bunch.target == digit])
+        ours = [part.inputs[part.labels == digit, 0] for part in (digits.train, digits.test)]
+        test = torch.arange(len(pixels)) % 5 == 4
+        assert all(
+            torch.equal(mine, (theirs * 255 / 16).round().to(torch.uint8))
+            for mine, theirs in zip(ours, (pixels[~test], pixels[test]), strict=True)
+        )
+
+
 @real("mnist")
 def test_mnist_comes_with_the_writers_of_its_digits():
     mnist = load("mnist", REAL)

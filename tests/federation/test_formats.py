@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from PIL import Image
-from scipy.io import savemat
+from scipy.io import loadmat, savemat
 
 from fedflat.errors import DataError
 from fedflat.federation import formats
+from fedflat.federation.matlab import read_matlab
 
 bytes_of_any_shape = arrays(np.uint8, array_shapes(min_dims=0, max_dims=4, max_side=6))
 
@@ -81,6 +82,7 @@ def test_idx_cut_anywhere_is_refused(array, packed, data):
     [
         (idx(np.zeros((2, 3), np.uint8)) + b"\0", "has more than the 6 bytes that its header"),
         (b"\0\0\x0d\1\0\0\0\1\0\0\0\0", "not an IDX file of bytes: it begins with 00 00 0d 01"),
+        (b"\0\0\x08\4" + 4 * b"\0" + 12 * b"\xff", "has no data: its header asks for"),
         (b"", "begins with nothing"),
         (
             b"\0\0\x08\3\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
@@ -223,6 +225,32 @@ def test_svhn_with_a_fault_is_named(tmp_path):
         path.write_bytes(whole[:cut])
         with pytest.raises(DataError, match=r"a.mat"):
             formats.read_svhn(path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["u1", "i1", "u2", "i4", "i8", "u8", "f4", "f8"])
+def test_arrays_of_a_matlab_file_are_those_that_scipy_reads(kind, packed, tmp_path):
+    path, shape = tmp_path / "a.mat", (2, 3, 4)
+    array = np.arange(24).reshape(shape).astype(kind)
+    savemat(path, {"X": array, "a_longer_name": array[:1, :1, 0], "text": "no numbers"}, do_compression=packed)
+    with path.open("rb") as stream:
+        found = read_matlab(path, stream)
+    expected = loadmat(path)
+    assert found.keys() == {"X", "a_longer_name"}
+    for name, values in found.items():
+        assert values.dtype == expected[name].dtype and np.array_equal(values, expected[name])
+
+
+def test_an_element_of_no_known_type_is_a_sentence_and_not_the_end_of_the_process(tmp_path):
+    """SciPy's reader follows a null pointer here; the fuzzer found it."""
+    path = tmp_path / "a.mat"
+    savemat(path, {"X": np.zeros((32, 32, 3, 1), np.uint8), "y": np.ones((1, 1), np.uint8)})
+    content = bytearray(path.read_bytes())
+    at = content.index(b"X\0\0\0") + 4
+    content[at : at + 8] = bytes(8)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.mat"):
+        formats.read_svhn(path)
 
 
 @pytest.mark.parametrize("colour", [(), (3,)])

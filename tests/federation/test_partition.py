@@ -380,7 +380,6 @@ def test_the_power_law_is_rounded_by_less_than_one():
         ("dirichlt", 5, {}, "split 'dirichlt' is unknown; did you mean dirichlet?"),
         ("iid", 0, {}, "iid: clients must be at least 1, got 0"),
         ("natural", -1, {}, "natural: clients must be at least 1, got -1"),
-        ("dirichlet", 5, {}, "dirichlet: option 'alpha' is missing"),
         ("dirichlet", 5, {"alpha": 0}, "dirichlet: alpha must be a number from 1e-6 to 1e6; got 0"),
         ("dirichlet", 5, {"alpha": float("nan")}, "alpha must be a number from 1e-6 to 1e6; got nan"),
         ("dirichlet", 5, {"alpha": True}, "alpha must be a number from 1e-6 to 1e6; got True"),

@@ -141,7 +141,7 @@ def test_a_table_in_an_archive_has_its_limit_too(tmp_path):
     path = tmp_path / "tiny-imagenet-200.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed, packed.open("wnids.txt", "w") as stream:
         zeros(stream, BOMB)
-    with pytest.raises(DataError, match="more than 16,777,216 bytes"):
+    with pytest.raises(DataError, match="more than the allowed 16,777,216 bytes"):
         formats.read_tiny_imagenet(path)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedflat.errors import DataError
-from fedflat.federation import Dataset, Samples, federate, load
+from fedflat.federation import Dataset, Samples, corpora, federate, load
 from fedflat.federation.text import LETTERS
 
 PLAY = """First Citizen:
@@ -68,6 +68,25 @@ def test_roles_are_natural_clients_with_their_own_test_samples(play):
     assert [groups[held].unique().tolist() for held in federation.local_tests(0)] == [[0], [1]]
 
 
+def test_batches_by_length_hold_every_text_once_with_little_padding():
+    """An epoch of 200 texts of 1 to 20 tokens: the same samples as without, in batches of nearly equal lengths."""
+    longest = torch.arange(200) % 20 + 1
+    tokens = torch.where(torch.arange(20) < longest[:, None], torch.arange(200)[:, None], -1)
+    samples = Samples(tokens, torch.zeros(200, dtype=torch.int64))
+    data = Dataset("texts", samples, samples, 1, (), (), vocabulary=200)
+    width = {}
+    for by_length in (False, True):
+        federation = federate(data, "iid", 1, by_length=by_length)
+        order = torch.Generator().manual_seed(0)
+        batches = [inputs for inputs, _ in federation.batches(0, 10, 20, order, None)]
+        assert sorted(torch.cat([batch[:, 0] for batch in batches]).tolist()) == [*range(200)]
+        width[by_length] = [batch.shape[1] for batch in batches]
+    assert sum(width[True]) < 0.6 * sum(width[False])
+    assert width[True] != sorted(width[True]), (
+        "the batches are shuffled again, so that no epoch starts with short texts"
+    )
+
+
 def lines(*rows):
     return "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
 
@@ -78,6 +97,33 @@ def test_json_lines_with_labels_are_texts_to_classify(tmp_path):
     data = load("jsonl", tmp_path / "x.jsonl", window=4, words=50)
     assert (data.classes, len(data.train) + len(data.test), data.task) == (2, 30, "classification")
     assert data.train.groups.unique().numel() == 3
+
+
+def test_ag_news_is_read_from_its_official_files(tmp_path, monkeypatch):
+    """Class, title and description; quotes are doubled, and a description may have several lines."""
+    monkeypatch.setattr(corpora, "AG_NEWS", (4, 1))
+    (tmp_path / "ag-news").mkdir()
+    rows = ['"3","Oil","Prices ""rise""\nagain"', '"1","World","Talks"', '"2","Cup","Final"', '"4","Chip","Fast"']
+    (tmp_path / "ag-news/train.csv").write_text("\n".join(rows) + "\n")
+    (tmp_path / "ag-news/test.csv").write_text('"4","Chip","Slow"\n')
+    data = load("ag-news", tmp_path, window=6, words=20)
+    assert (data.classes, data.task, data.train.inputs.shape) == (4, "classification", (4, 6))
+    assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([2, 0, 1, 3], [3])
+    assert [(row >= 0).sum().item() for row in data.train.inputs.int()] == [6, 2, 2, 2]  # a quote is a token
+    (tmp_path / "ag-news/train.csv").write_text("\n".join(['"1","",""', *rows[1:]]) + "\n")
+    with pytest.raises(DataError, match="text 1 has no word"):
+        load("ag-news", tmp_path)
+
+
+def test_a_folder_of_texts_has_an_owner_for_each_file(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"all that {name} has said and more " * 8)
+    (tmp_path / "notes.md").write_text("no text of anybody")
+    data = load("text", tmp_path, window=10, predict="all")
+    federation = federate(data, "natural", 0)
+    assert (data.task, federation.clients) == ("next-token", 2)
+    assert torch.equal(data.train.inputs[0, 1:], data.train.labels[0, :-1].to(data.train.inputs.dtype))
+    assert {int(x) for x in data.test.groups} == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +137,7 @@ def test_json_lines_with_labels_are_texts_to_classify(tmp_path):
         ("jsonl", b'{"text": "a", "label": 1}\n{"text": "b"}', "has a label for 1 of 2 texts"),
         ("shakespeare", b"no colon here\nwords", r"line 1: 'no colon here' is not the name of a role"),
         ("shakespeare", b"MUTE:\n\nOTHER:\n", "has no role that says anything"),
+        ("ag-news", b'"3","title","text"\n', "holds 1 texts of AG News where 120000 were published"),
         ("ag-news", b'"5","title","text"\n', r"row 1: is not a class from 1 to 4"),
     ],
 )

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from fedflat import flatness
 from fedflat.errors import DataError, FedflatError, RecipeError, TrainingError
 from fedflat.flatness import Objective, batches_of, look, objective_of
-from fedflat.flatness.borrowed import borrowed
+from fedflat.flatness.dense import dense_hessian
+from fedflat.models import plain_attention
 
 chance = torch.Generator().manual_seed(0)
 X = torch.randn(24, 5, generator=chance, dtype=torch.float64)
@@ -85,6 +86,56 @@ def test_a_sum_over_the_samples_becomes_their_mean(loss, expected):
     with objective_of(network(), (X, Y), loss, batch=7) as f:
         assert f.value() == pytest.approx(expected[0], rel=1e-12)
         torch.testing.assert_close(f.product(expected[3]), expected[2], rtol=1e-11, atol=1e-13)
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+IGNORING = torch.where(torch.arange(24) < 7, -100, Y)  # the whole first batch of seven
+CLASS_MEANS = {
+    "class weights": (nn.CrossEntropyLoss(weight=WEIGHTS), Y),
+    "weights and smoothing": (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), Y),
+    "ignored labels": (nn.CrossEntropyLoss(), IGNORING),
+    "ignored by default": (None, IGNORING),
+    "ignored by the function": (F.cross_entropy, IGNORING),
+    "another sign": (nn.CrossEntropyLoss(ignore_index=2, weight=WEIGHTS), Y),
+    "log-likelihood": (nn.NLLLoss(weight=WEIGHTS), Y),
+}
+
+
+@pytest.mark.parametrize("case", CLASS_MEANS)
+def test_weights_of_classes_and_ignored_labels_count_as_in_one_batch(case):
+    loss, labels = CLASS_MEANS[case]
+    whole = Objective(network(), loss or F.cross_entropy, [(X, labels)])
+    v = torch.linspace(-1, 1, whole.size, dtype=torch.float64)
+    with objective_of(network(), [(X[k : k + 7], labels[k : k + 7]) for k in range(0, 24, 7)], loss) as f:
+        assert f.value() == pytest.approx(whole.value(), rel=1e-12)
+        torch.testing.assert_close(f.gradient(), whole.gradient(), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(f.product(v), whole.product(v), rtol=1e-11, atol=1e-13)
+        blocks = flatness.layers(f)
+    for here, there in zip(blocks, flatness.layers(whole), strict=True):
+        assert here.eigenvalues == pytest.approx(there.eigenvalues, rel=1e-2)
+        assert here.eigenvalues[0] <= here.activity.bound == pytest.approx(there.activity.bound, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_caller_who_turned_gradients_off_gets_the_same_numbers(mode, expected):
+    model = network()
+    with mode(), objective_of(model, (X.clone(), Y.clone())) as f:
+        torch.testing.assert_close(f.product(expected[3]), expected[2], rtol=1e-11, atol=1e-13)
+        found = f.gradient()
+    torch.testing.assert_close(found, expected[1], rtol=1e-12, atol=1e-13)
+    with torch.inference_mode(), pytest.raises(RecipeError, match=r"0\.weight was made in torch\.inference_mode"):
+        look(network(), (X, Y))
+
+
+def test_default_losses_of_a_column_and_of_pixels():
+    column, targets = nn.Linear(5, 1).double(), X[:, 0]
+    error = (column(X).detach().squeeze(1) - targets).square().mean()
+    with objective_of(column, (X, targets)) as f:
+        assert f.value() == pytest.approx(float(error), rel=1e-12)
+    pixels, images = nn.Conv2d(2, 3, 1).double(), X[:, :4].reshape(12, 2, 2, 2)
+    classes = torch.arange(48).reshape(12, 2, 2) % 3
+    with objective_of(pixels, (images, classes)) as f:
+        assert f.value() == pytest.approx(float(F.cross_entropy(pixels(images).detach(), classes)), rel=1e-12)
 
 
 def test_a_loss_that_is_neither_is_refused():
@@ -164,6 +215,9 @@ def test_weights_that_are_not_finite_and_wrong_models_are_named():
         look(network(), (X / 0, Y))
     with pytest.raises(RecipeError, match="model is a dict"):
         look({}, (X, Y))
+    for coarse in (torch.float16, torch.bfloat16):
+        with pytest.raises(RecipeError, match=r"0\.weight is b?float16, too coarse for second derivatives"):
+            look(network().to(coarse), (X, Y))
     with pytest.raises(RecipeError, match="no parameter requires a gradient"):
         look(network().requires_grad_(False), (X, Y))
 
@@ -233,6 +287,13 @@ def test_named_inputs_and_a_record_with_logits():
     found = look(Tagged(), [{"pixel_values": X, "mask": mask, "labels": Y}], k=1, products=6, by_layer=True)
     assert [layer.name for layer in found.layers] == ["net.0", "net.2"]
 
+    class Dictionary(Tagged):
+        def forward(self, pixel_values, mask=None):
+            return vars(super().forward(pixel_values, mask))
+
+    with objective_of(Dictionary(), [{"pixel_values": X, "mask": mask, "labels": Y}]) as f:
+        torch.testing.assert_close(f.product(v), plain.product(v), rtol=1e-11, atol=1e-13)
+
 
 class Encoder(nn.Module):
     def __init__(self):
@@ -256,7 +317,7 @@ def test_attention_against_a_dense_hessian():
         named = {n: part.view(shape) for n, part, shape in zip(names, parts, shapes, strict=True)}
         return F.cross_entropy(functional_call(model, named, (x,)), y)
 
-    with borrowed(model):
+    with plain_attention():
         # Column by column: torch.func.hessian, which uses vmap, is wrong for the weights of LayerNorm in torch 2.13.
         dense = torch.stack([jvp(grad(f), (w,), (unit,))[1] for unit in torch.eye(len(w), dtype=w.dtype)])
         h = 1e-5 * torch.ones_like(w)
@@ -270,6 +331,12 @@ def test_attention_against_a_dense_hessian():
     top = torch.linalg.eigvalsh(dense).flip(0)[:2].tolist()
     assert found.spectrum.eigenvalues == pytest.approx(top, rel=1e-3)
     assert torch.backends.mha.get_fastpath_enabled()
+    bare = Objective(model, F.cross_entropy, [(x, y)])
+    torch.testing.assert_close(bare.product(v), dense @ v, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(dense_hessian(bare, rows=16), dense, rtol=1e-9, atol=1e-12)
+    convex = Objective(model, F.cross_entropy, [(x, y)], ["head.weight", "head.bias"])  # linear in these: H = G
+    some = v[: convex.size]
+    torch.testing.assert_close(convex.gauss_newton(some), convex.product(some), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["look", "spectrum", "landscape", "sharpness"])

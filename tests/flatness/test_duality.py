@@ -21,7 +21,8 @@ from torch.func import functional_call
 from fedflat.errors import DataError, RecipeError, TrainingError
 from fedflat.flatness import DIRECTIONS, pairs
 from fedflat.flatness.activities import SeenLayer, layers_of, patches
-from fedflat.flatness.duality import Pairing, _moments, decompose, dual_weights
+from fedflat.flatness.dual_weights import dual_weights
+from fedflat.flatness.duality import Pairing, _moments, decompose
 
 both = pytest.mark.parametrize("direction", DIRECTIONS)
 

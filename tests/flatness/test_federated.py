@@ -29,8 +29,8 @@ from fedflat.flatness import (
 from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, Server
-from fedflat.rounds.client import Problem
 from fedflat.rounds.server import conduct, first_state
+from fedflat.rounds.setup import Problem
 
 # Batches of 64 hold the samples of several clients where the data are pooled, and never where they are not.
 PORTION = Portion(samples=300, seed=3, batch=64)

@@ -14,8 +14,8 @@ from fedflat.flatness import HessianProduct, Objective, Portion, by_class, by_cl
 from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, Server
-from fedflat.rounds.client import Broadcast, Problem
 from fedflat.rounds.server import first_state, view
+from fedflat.rounds.setup import Broadcast, Problem
 
 
 def small():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fedflat.flatness.krylov import MISSED, certified, ritz
+from fedflat.flatness.krylov import MISSED, certified, krylov, ritz
 
 
 def lanczos(values, steps, seed):
@@ -62,7 +62,38 @@ def test_after_one_step_it_is_the_ritz_value_and_what_may_have_been_missed():
     assert float(bound) == pytest.approx(2 + 0.5 / (MISSED * math.sqrt(math.pi / 16)))
 
 
+def test_after_two_steps_it_solves_its_quadratic_equation_at_every_scale():
+    """(λ − θ₁)(λ − θ₂) = β₁β₂/c, in one batch of matrices that differ by 40 orders of magnitude."""
+    scale = torch.tensor([[1e-20], [1.0], [1e20]], dtype=torch.float64)
+    alphas, betas = torch.tensor([[2.0, 1.0]]) * scale, torch.tensor([[1.0, 0.5]]) * scale
+    middle, apart = 1.5, math.hypot(0.5, 1.0)  # the Ritz values are 1.5 ± √1.25
+    expected = middle + math.sqrt(apart**2 + 0.5 / (MISSED * math.sqrt(math.pi / 16)))
+    assert (certified(alphas, betas, size=8) / scale[:, 0]).tolist() == pytest.approx([expected] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_a_beta_of_the_size_of_rounding_ends_the_krylov_space(scale):
+    eps = torch.finfo(torch.float64).eps
+    alphas, betas = (torch.tensor([pair], dtype=torch.float64) * scale for pair in ([2.0, 2.0], [1.0, 10 * eps]))
+    assert float(certified(alphas, betas, size=8)) == pytest.approx(3 * scale, rel=1e-14)
+
+
 def test_more_steps_give_a_tighter_bound():
     values = drawn("normal", 3)
     few, many = (certified(*lanczos(values, steps, seed=0), 30).mean() for steps in (4, 12))
     assert float(many) < 0.5 * float(few)
+
+
+class Swap:
+    """u vᵀ + v uᵀ with orthonormal u and v: its Krylov space from u ends after two steps, with α = 0 in both."""
+
+    size, dtype, products = 40, torch.float64, 0
+    u, v = torch.linalg.qr(torch.randn(40, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q.T
+
+    def __matmul__(self, vector):
+        return self.u * (self.v @ vector) + self.v * (self.u @ vector)
+
+
+def test_rounding_is_measured_against_both_diagonals():
+    found = krylov(Swap(), Swap.u, 10)
+    assert found.alphas.tolist() == pytest.approx([0, 0], abs=1e-14) and found.betas.tolist() == pytest.approx([1])

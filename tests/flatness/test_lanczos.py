@@ -5,6 +5,7 @@ import torch
 
 from fedflat.errors import TrainingError
 from fedflat.flatness import lanczos, top_eigenvalues
+from fedflat.flatness.lanczos import orthogonal
 
 
 class Diagonal:
@@ -36,6 +37,13 @@ def test_for_any_seed_it_ends_early_at_the_largest_eigenvalues(k, seed, dtype):
     assert found.products <= 14 + 2 * k and matrix.products == found.products
 
 
+@pytest.mark.parametrize("scale", [1e-20, 1e20])
+def test_what_is_rounding_depends_on_the_scale_of_the_matrix(scale):
+    plain, scaled = (top_eigenvalues(Diagonal(factor * outliers()), 2, tolerance=1e-3) for factor in (1.0, scale))
+    torch.testing.assert_close(scaled.values / scale, plain.values, rtol=1e-9, atol=0)
+    assert scaled.products == plain.products
+
+
 def test_the_residuals_are_those_of_the_vectors():
     matrix = Diagonal(outliers())
     found = top_eigenvalues(matrix, 4, tolerance=1e-2)
@@ -54,10 +62,29 @@ def test_in_little_memory_it_restarts_and_finds_the_same(monkeypatch):
     torch.testing.assert_close(little.vectors @ little.vectors.T, torch.eye(3, dtype=torch.float64), atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("k", "memory", "longest", "room"),
+    [(3, 0, 200, 20), (8, 0, 200, 32), (3, 400 * 8 * 50, 200, 50), (3, 1 << 30, 40, 40)],
+)
+def test_the_basis_has_the_rows_that_memory_allows_and_a_restart_keeps_k_and_a_third_of_the_rest(
+    monkeypatch, k, memory, longest, room
+):
+    rows, kept = [], k + (room - k) // 3
+    monkeypatch.setattr(lanczos, "BASIS_BYTES", memory)
+    monkeypatch.setattr(lanczos, "LONGEST", longest)
+    monkeypatch.setattr(lanczos, "orthogonal", lambda v, basis: rows.append(len(basis)) or orthogonal(v, basis))
+    monkeypatch.setattr(lanczos, "PRODUCTS", room + 2)
+    with pytest.raises(TrainingError):
+        top_eigenvalues(Diagonal(torch.linspace(-1, 1, 400, dtype=torch.float64).pow(3)), k, tolerance=1e-12)
+    assert rows == [*range(1, room + 1), kept + 1, kept + 2]
+
+
 def test_equal_eigenvalues_are_all_found_if_the_krylov_space_ends():
     values = torch.cat([torch.tensor([5.0, 5.0, 5.0, 2.0]), torch.zeros(96)])
     found = top_eigenvalues(Diagonal(values), 4, tolerance=1e-6)
     torch.testing.assert_close(found.values, torch.tensor([5.0, 5.0, 5.0, 2.0], dtype=torch.float64))
+    again = top_eigenvalues(Diagonal(values), 4, tolerance=1e-6)
+    assert torch.equal(again.vectors, found.vectors), "the seed decides on the new directions too"
 
 
 def test_tiny_eigenvalues_below_a_large_negative_one_converge_to_rounding():

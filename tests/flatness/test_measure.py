@@ -48,7 +48,7 @@ def objective(digits, request):
 
 
 def test_each_number_is_that_of_its_own_function(objective):
-    found = measure(objective, k=3, products=8, rho=0.1, adaptive_rho=0.3, seed=7)
+    found = measure(objective, k=3, products=16, rho=0.1, adaptive_rho=0.3, seed=7)
     average = average_sharpness(objective, 0.1, seed=7)
     eigen = top_eigenvalues(Hessian(objective), 3, seed=7)
     assert found.samples == 120
@@ -56,7 +56,7 @@ def test_each_number_is_that_of_its_own_function(objective):
     assert found.spectrum.eigenvalues == eigen.values.tolist()
     assert found.spectrum.residuals == eigen.residuals.tolist()
     assert found.spectrum.ratio == pytest.approx(eigen.ratio)
-    assert found.spectrum.trace == trace(Hessian(objective), 8, seed=7)
+    assert found.spectrum.trace == trace(Hessian(objective), 16, seed=7)
     assert found.ascent_sharpness == ascent_sharpness(objective, 0.1)
     assert (found.average_sharpness, found.average_sharpness_error) == (average.mean, average.error)
     assert (found.average_sharpness_low, found.average_sharpness_high) == (average.low, average.high)
@@ -108,10 +108,10 @@ def test_the_record_has_the_ratio_or_the_reason_why_there_is_none():
 
 @pytest.mark.parametrize("matrix", ["ggn", "fisher"])
 def test_another_matrix_has_its_own_spectrum(objective, matrix):
-    found = measure(objective, k=2, products=8, matrix=matrix).spectrum
-    expected = spectrum(matrix_of(objective, matrix), 2, 8)
+    found = measure(objective, k=2, products=16, matrix=matrix).spectrum
+    expected = spectrum(matrix_of(objective, matrix), 2, 16)
     assert found == expected and found.matrix == matrix
-    assert found.eigenvalues != measure(objective, k=2, products=8).spectrum.eigenvalues
+    assert found.eigenvalues != measure(objective, k=2, products=16).spectrum.eigenvalues
 
 
 def test_a_wanted_relative_error_is_passed_on(objective):
@@ -126,7 +126,7 @@ def test_measuring_leaves_the_model_where_it_was_to_the_bit(objective):
 
 
 def test_the_same_seed_repeats_the_numbers_and_another_changes_only_what_is_drawn(objective):
-    first, again, other = (measure(objective, k=1, products=6, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (measure(objective, k=1, products=16, seed=seed) for seed in (0, 0, 1))
     assert first == again
     assert first.spectrum.trace != other.spectrum.trace
     assert first.average_sharpness != other.average_sharpness

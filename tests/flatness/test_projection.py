@@ -99,7 +99,7 @@ def found():
     f = objective()
     models = f.weights + 0.1 * walk(4, f.size)
     local = LocalRound(3, models[2], {4: models[2] + 0.1, 1: models[3] - 0.2}, models[3])
-    return f, models, trajectory(f, principal_plane(models), [0, 1, 2, 3], models, local, points=5)
+    return f, models, trajectory(f, models, [0, 1, 2, 3], principal_plane(models), local, points=5)
 
 
 def test_a_trajectory_has_the_loss_of_each_model_and_of_the_last_one_in_the_plane_too(found):

@@ -181,7 +181,7 @@ def test_moments_and_trace_of_two_probes_in_closed_form():
     found = Density(nodes, weights, size=10, products=3)
     assert [found.moment(power) for power in (0, 1, 2)] == pytest.approx([1, 3.5, 15])
     assert (found.trace.mean, found.trace.error, found.trace.products) == pytest.approx((35, 15, 3))
-    assert found.trace.high - 35 == 35 - found.trace.low == pytest.approx(12.706204736174694 * 15)
+    assert math.isnan(found.trace.low) and math.isnan(found.trace.high), "two probes are too few for an interval"
 
 
 def test_means_over_the_probes_have_the_digits_of_float64():

@@ -14,7 +14,7 @@ from fedflat.flatness.theory import REST, BlockCurvature, Curvature, Theory, mea
 from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
 from fedflat.recipe import Local
-from fedflat.rounds.client import Problem
+from fedflat.rounds.setup import Problem
 
 SIZES = (4, 9, 17)
 

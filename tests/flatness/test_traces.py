@@ -2,14 +2,17 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch import nn
 from torch.func import functional_call, hessian
 
 from fedflat.errors import RecipeError
-from fedflat.flatness import trace
+from fedflat.flatness import density, hall, trace
+from fedflat.flatness.traces import _wanted
 
 
 class Matrix:
@@ -66,28 +69,64 @@ def matrix(request, digits):
     }[request.param]()
 
 
-def test_the_interval_covers_the_trace_for_95_of_100_seeds(matrix):
+def test_it_is_the_trace_within_a_krylov_space_and_hutchinsons_mean_outside_of_it():
+    matrix, chance = outliers_and_bulk(), torch.Generator().manual_seed(5)
+
+    def drawn_signs():
+        return torch.randint(0, 2, (80,), generator=chance).double() * 2 - 1
+
+    powers = [drawn_signs()]
+    for _ in range(7):
+        powers.append(F.normalize(matrix.dense @ powers[-1], dim=0))
+    basis = torch.linalg.qr(torch.stack(powers, dim=1)).Q
+    outside = torch.eye(80, dtype=torch.float64) - basis @ basis.T
+    known, rest = float((basis.T @ matrix.dense @ basis).trace()), outside @ matrix.dense @ outside
+    expected = hall([float(z @ rest @ z) for z in (drawn_signs() for _ in range(8))])
+    found = trace(matrix, 16, seed=5)
+    assert found.products == 16
+    assert (found.mean, found.error, found.low, found.high) == pytest.approx(
+        (known + expected.mean, expected.error, known + expected.low, known + expected.high), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("products", [16, 32])
+def test_the_interval_covers_the_trace_for_95_of_100_seeds(matrix, products):
     true = float(matrix.dense.trace())
-    found = [trace(matrix, seed=seed) for seed in range(400)]
-    covered = sum(each.low <= true <= each.high for each in found) / 400
+    found = [trace(matrix, products, seed=seed) for seed in range(1000)]
+    covered = sum(each.low <= true <= each.high for each in found) / 1000
     assert 0.93 <= covered <= 0.97
     spread = torch.tensor([each.mean for each in found], dtype=torch.float64)
-    assert abs(float(spread.mean()) - true) < 4 * float(spread.std()) / math.sqrt(400), "unbiased"
-    assert all(each.products == 32 for each in found) and matrix.products == 400 * 32
+    assert abs(float(spread.mean()) - true) < 4 * float(spread.std()) / math.sqrt(1000), "unbiased"
+    assert all(each.products == products for each in found) and matrix.products == 1000 * products
 
 
-def test_more_probes_reach_a_wanted_relative_error_and_still_cover():
+@pytest.mark.parametrize(("products", "relative_error"), [(6, 0.2), (32, 0.006)])
+def test_more_probes_reach_a_wanted_relative_error_and_still_cover(products, relative_error):
     matrix = outliers_and_bulk()
     true = float(matrix.dense.trace())
-    found = [trace(matrix, seed=seed, relative_error=0.006) for seed in range(400)]
-    assert 0.93 <= sum(each.low <= true <= each.high for each in found) / 400 <= 0.975
-    # Relative to the trace of the first stage, which the first interval tells to 2 %.
-    assert max((each.high - each.low) / 2 / true for each in found) < 0.006 * 1.02
-    assert 32 <= min(each.products for each in found) < max(each.products for each in found)
+    found = [trace(matrix, products, seed=seed, relative_error=relative_error) for seed in range(400)]
+    assert 0.93 <= sum(each.low <= true <= each.high for each in found) / 400 <= 0.97
+    reached = torch.tensor([(each.high - each.low) / 2 / true for each in found])
+    assert reached.median() < relative_error * 1.02
+    counts = [each.products for each in found]
+    assert products + 8 <= min(counts) < max(counts) and sum(counts) == matrix.products
+
+
+def test_fewer_than_eight_probes_have_no_interval():
+    for each in (trace(outliers_and_bulk(), 14), density(outliers_and_bulk(), steps=5, probes=7).trace):
+        assert math.isfinite(each.mean) and each.error > 0 and math.isnan(each.low) and math.isnan(each.high)
+    assert trace(outliers_and_bulk(), 16).low < density(outliers_and_bulk(), steps=5, probes=8).trace.high
+
+
+def test_the_second_stage_has_as_many_probes_as_students_interval_of_that_width_needs():
+    samples = [1.0, 3.0, 2.0, 7.0, 1.5]
+    reach = stats.t.ppf(0.975, 4) * np.std(samples, ddof=1)
+    assert _wanted(samples, 0.1) == math.ceil((reach / 0.1) ** 2)
+    assert _wanted(samples, 100.0) == 8 and _wanted([1.0] * 5, 0.0) == 8
 
 
 def test_a_budget_that_does_not_suffice_leaves_a_wider_interval():
-    found = trace(outliers_and_bulk(), 8, relative_error=1e-6, most=20)
+    found = trace(outliers_and_bulk(), 8, relative_error=1e-6, most=20)  # twelve probes in the second stage
     assert found.products == 20 and found.high - found.low > 1e-6 * found.mean
 
 
@@ -109,7 +148,7 @@ def test_a_matrix_with_no_more_rows_than_products_is_written_out(size):
 
 def test_the_seed_decides_and_nothing_else():
     matrix = outliers_and_bulk()
-    assert trace(matrix, 12, seed=1) == trace(matrix, 12, seed=1) != trace(matrix, 12, seed=2)
+    assert trace(matrix, 16, seed=1) == trace(matrix, 16, seed=1) != trace(matrix, 16, seed=2)
 
 
 def test_products_that_are_not_finite_give_a_trace_of_nan():

@@ -12,7 +12,7 @@ from fedflat.runs.build import gather, prepare
 pytest.importorskip("flwr")
 changed = pytest.importorskip("fedflat.flower.service").changed
 pytestmark = pytest.mark.filterwarnings("ignore")
-METHODS = ("fedavg", "scaffold", "fedsmoo", "fedsol", "feddyn + man(0.1)")
+METHODS = ("fedavg", "scaffold", "fedsmoo", "fedsol", "fedadamw", "feddyn + man(0.1)")
 BATCH_NORM = """
 from torch import nn
 

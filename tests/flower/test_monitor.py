@@ -5,6 +5,9 @@ import json
 import math
 import re
 import socket
+import threading
+import time
+from contextlib import suppress
 
 import pytest
 
@@ -159,6 +162,26 @@ def test_who_connects_and_says_nothing_holds_nobody_for_long(monkeypatch, capsys
     with monitor.monitored(Deployment(metrics=port)), socket.create_connection(("127.0.0.1", port)):
         assert scraped(port)[0] == 200
     assert capsys.readouterr().err == ""
+
+
+def test_nor_does_who_sends_a_byte_now_and_then(monkeypatch):
+    """Each byte begins the wait for the next one anew; the end of the run must not wait for the last."""
+    monkeypatch.setattr(monitor, "SCRAPE", 0.3)
+    port, over = free_port(), threading.Event()
+
+    def drip():
+        with socket.create_connection(("127.0.0.1", port)) as connection, suppress(OSError):
+            while not over.wait(0.05):
+                connection.sendall(b"G")
+
+    thread = threading.Thread(target=drip)
+    with monitor.monitored(Deployment(metrics=port)):
+        thread.start()
+        time.sleep(0.2)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 5
+    over.set()
+    thread.join()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -123,12 +123,12 @@ def test_the_image_has_nothing_of_the_folder_in_it(app):
 
 
 def test_an_insecure_app_has_no_secrets_to_hand_over(tmp_path):
-    write_app(tmp_path / "open_wards", load(None, ["split.clients=2"]), insecure=True)
+    write_app(tmp_path / "open-wards", load(None, ["split.clients=2"]), insecure=True)
     for side in SIDES:
-        file = composed(tmp_path / "open_wards", side)
+        file = composed(tmp_path / "open-wards", side)
         assert file["services"][side]["secrets"] == [] and "secrets" not in file
         assert not any("keys" in volume for volume in file["services"][side]["volumes"])
-        assert "LoadCredential" not in next((tmp_path / "open_wards/systemd").glob(f"*{side}*")).read_text()
+        assert "LoadCredential" not in next((tmp_path / "open-wards/systemd").glob(f"*{side}*")).read_text()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedflat.flower.own import NOBODY, own_problem
+from fedflat.flatness import Portion
+from fedflat.flower.own import NOBODY, own_problem, with_sizes
 from fedflat.randomness import Secret
 from fedflat.rounds import ledger_of
 
@@ -27,3 +28,22 @@ def test_epsilon_holds_only_if_the_cohorts_are_drawn_by_a_secret(small):
     recipe = small("method=central_dp(noise=2.0, entropy='system')", "server.sampling=bernoulli")
     missing = [ledger_of(own_problem(recipe, NOBODY, 1, None, secret)).missing for secret in (Secret(5), None)]
     assert missing == ["", "the cohorts follow from the recipe's seed, which every client knows"]
+
+
+def test_a_client_that_claims_a_billion_samples_takes_nobodys_share(small):
+    """Balanced methods divide by nᵢ m/N on the clients, and λ₁ weighs them by it."""
+    server = own_problem(small(), NOBODY, 1, None)
+    honest = {0: 100, 1: 120, 2: 80}
+    before, after = (with_sizes(server, sizes).federation for sizes in (honest, {**honest, 3: 10**9}))
+    assert [before.share(client) for client in honest] == [client * 4 / 300 for client in honest.values()]
+    assert [after.share(client) for client in honest] == [client * 4 / 1400 for client in honest.values()]
+    assert after.share(3) == 1100 * 4 / 1400, "ten times the median of 80, 100, 120 and 10⁹"
+    counts = [Portion(280).count(after, client) for client in range(4)]
+    assert counts == [20, 24, 16, 220]
+
+
+def test_what_such_a_client_is_told_of_the_others_gives_it_the_share_that_counts(small):
+    federation = with_sizes(own_problem(small(), NOBODY, 1, None), {0: 100, 1: 120, 2: 80, 3: 10**9}).federation
+    assert [federation.told(n) for n in (80, 100, 120, 1100)] == [1400] * 4
+    assert federation.told(10**9) >= 10**9, "no client is told of fewer samples than it has"
+    assert 10**9 * 4 / federation.told(10**9) == pytest.approx(federation.share(3))

@@ -1,12 +1,15 @@
 """A client that distrusts its server: what the server asks beyond the client's policy is refused, noted and counted."""
 
 import json
+import os
 import stat
 import tomllib
 
 import numpy as np
 import pytest
 
+from fedflat import federation
+from fedflat.errors import TrainingError
 from fedflat.recipe import load
 
 flwr = pytest.importorskip("flwr.app")
@@ -172,6 +175,22 @@ def test_a_single_sample_cannot_be_asked_for(spy):
     assert np.array_equal(over_many["answer"].numpy(), as_the_recipe_says["answer"].numpy())
 
 
+def test_nor_is_an_update_sent_that_one_sample_has_made(spy):
+    """One step over a batch of one: the update of a linear model is that sample, times a number for each class."""
+    recipe = ["model.hidden=[]", "local.steps=1", "local.batch=1", "local.weight_decay=0.0"]
+    client = spy(*recipe)
+    told = "train: 1 samples would be behind the answer, answers.min_samples = 10"
+    assert client.train()[0]["refused"] == told
+    careless = spy(*recipe, policy="[answers]\nmin_samples = 1")
+    layout = careless.problem.network.layout
+    by_name = {name: careless.train()[1]["delta"].numpy()[layout.slices[name]] for name in layout.shapes}
+    weight, bias = (next(v for name, v in by_name.items() if name.endswith(end)) for end in ("weight", "bias"))
+    read = weight.reshape(10, 64)[bias.argmax()] / bias.max()
+    own = own_problem(careless.recipe, careless.client, 1437, None).federation
+    samples = own.batch(own.shard(careless.client), None)[0].flatten(1).numpy()
+    assert np.abs(samples - read).max(axis=1).min() < 1e-4, "the server has one of the client's images"
+
+
 def test_a_client_with_too_few_samples_says_nothing(spy):
     client = spy(policy="[answers]\nmin_samples = 100000")
     for reply in client.train(), client.ask("query"):
@@ -253,6 +272,69 @@ def test_a_protected_upload_brings_neither_loss_nor_notes(spy):
         assert bool(facts["loss"]) == told
 
 
+def test_weights_that_overflow_on_a_clients_samples_tell_nothing_of_them(spy):
+    """NaN stays NaN under any noise: where its update is not finite, the client sends noise alone."""
+    client = spy(PRIVATE, "local.lr=1.0")
+    client.sent = {name: vector + 1e38 for name, vector in client.sent.items()}
+    delta = client.train()[1]["delta"].numpy()
+    assert np.isfinite(delta).all()
+    assert np.linalg.norm(delta) == pytest.approx(8.0 * 0.1 * client.weights.numel() ** 0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "feddyn"])
+def test_weights_that_overflow_are_answered_by_one_sentence_and_no_vector(spy, method):
+    """Nobody could use the update, and its memory is not worth keeping."""
+    client = spy(f"method={method}", "local.lr=1.0")
+    client.sent = {name: vector + 1e38 for name, vector in client.sent.items()}
+    facts, vectors = client.train()
+    assert facts["refused"] == "train: from the weights that were sent, loss comes out as not finite"
+    assert facts["reason"] == "not finite" and not vectors
+    assert client.ledger["refused"] == {"train": 1} and not [*client.folder.rglob("*.safetensors")]
+
+
+def test_nor_is_a_hessian_product_sent_that_is_not_finite(spy):
+    client = spy("evaluation.sharpness=1", policy="[answers]\nhessian = 5\nmin_samples = 1")
+    client.weights = client.weights + 1e38
+    facts, vectors = client.hessian()
+    assert facts["refused"] == "hessian: from the weights that were sent, the product comes out as not finite"
+    assert not vectors and client.ledger["answers"] == {"hessian": 1}
+
+
+def test_the_digest_of_a_clients_memory_does_not_confirm_a_guess_of_it(loopback, small, tmp_path):
+    """Whoever guesses all samples can compute the memory; its digest must not tell that the guess is right."""
+    told = []
+    for folder in "one", "other":
+        client = Spy(loopback, small("method=scaffold"), tmp_path / folder)
+        facts, vectors = client.train()
+        told.append((facts["digest"], vectors["delta"].numpy().tobytes()))
+    assert told[0][1] == told[1][1] and told[0][0] != told[1][0]
+
+
+def test_an_error_on_the_client_does_not_quote_its_samples_to_the_server(spy):
+    def patients(client):
+        if client < 0:
+            return federation.load("digits")
+        raise ValueError("Jane Doe, born 1970, has no label")
+
+    client = spy(data=patients)
+    with pytest.raises(AssertionError) as failed:
+        client.train()
+    assert "Jane" not in str(failed.value) and "ValueError; what it says is in the client's log" in str(failed.value)
+
+
+@pytest.mark.parametrize("method", ['local_dp(clip=0.1, noise=0.0, entropy="system")', "central_dp(noise=0.0)"])
+def test_a_part_without_noise_is_no_privacy(spy, method):
+    part = method.partition("(")[0]
+    refused = spy(f"method={method}", policy=f'[privacy]\npart = "{part}"').train()[0]["refused"]
+    assert refused == "privacy: noise = 0 is below this client's least, 0"
+
+
+def test_noise_without_a_part_is_a_mistake_and_not_ignored(tmp_path):
+    (tmp_path / "policy.toml").write_text("[privacy]\nnoise = 8.0")
+    with pytest.raises(policies.PolicyError, match="clip and noise need a part"):
+        policies.read_policy(tmp_path / "policy.toml")
+
+
 def test_the_ledger_is_private_and_a_damaged_one_allows_nothing(spy):
     client = spy("deployment.draws=secret")
     client.train()
@@ -263,6 +345,45 @@ def test_the_ledger_is_private_and_a_damaged_one_allows_nothing(spy):
         path.write_text(damage)
         facts, vectors = client.train()
         assert "the client's ledger is damaged" in facts["refused"] and not vectors
+
+
+def test_a_ledger_that_other_users_could_take_away_allows_nothing(spy):
+    """Who may write to its directory, or to the one above, resets every count by moving it away."""
+    client = spy()
+    memory = client.folder / "memory"
+    assert "refused" not in client.train()[0]
+    for place, mode in (memory, 0o707), (memory, 0o1777), (client.folder, 0o777), (memory / "client-2.json", 0o604):
+        before = place.stat().st_mode
+        place.chmod(mode)
+        facts, vectors = client.train()
+        assert "must be this user's alone, but every user of this machine may" in facts["refused"] and not vectors
+        place.chmod(before)
+    client.folder.chmod(0o1777)  # as /tmp: others can add to it, and take nothing away
+    assert "refused" not in client.train()[0]
+
+
+def test_a_server_cannot_fill_the_disk_by_ever_new_runs(spy, monkeypatch):
+    """Every run has its memory, of the size of a model or two; the names of runs are the server's."""
+    monkeypatch.setattr("fedflat.flower.shelf.OTHERS", 3)
+    client = spy("method=scaffold")
+    told = [client.train(run=f"{k:016x}")[0].get("refused", "") for k in range(6)]
+    assert told[:3] == [""] * 3 and len({*told[3:]}) == 1
+    assert told[3].startswith("train: the memory of 3 other runs is kept here; delete that of runs that have ended")
+    assert len([*(client.folder / "memory").glob("*/client-2/*.safetensors")]) == 3
+    assert client.ledger["answers"] == {"train": 3}
+    assert "refused" not in client.train(run=f"{1:016x}")[0]
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give files away")
+def test_a_secret_that_somebody_else_has_put_there_is_not_used(tmp_path, monkeypatch):
+    path = tmp_path / "client-0.secret"
+    known = tallies.own_secret(path)
+    os.chown(path, 12345, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(policies.PolicyError, match="belongs to another user of this machine"):
+        tallies.own_secret(path)
+    os.chown(path, 1000, -1)
+    assert tallies.own_secret(path) == known
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -329,6 +450,17 @@ def test_a_refusal_is_counted_by_the_server_and_logged_by_the_client(deployed, s
     assert refused[0]["detail"] == "train: 2 were answered, and answers.train = 2"
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["refused"] == {"policy": 4}
     assert capsys.readouterr().out.count("refused: train: 2 were answered, and answers.train = 2\n") == 4
+
+
+def test_a_client_whose_training_diverges_is_refused_by_that_reason_as_in_a_simulation(deployed, small):
+    with pytest.raises(TrainingError, match="client 0 in round 0: not finite: train: from the weights"):
+        deployed(small("local.lr=1e38", "local.steps=4", "admission.patience=1"))
+
+
+def test_a_client_cannot_invent_a_reason():
+    assert messages.read_refusal({"refused": "no\x1b[2J", "reason": "x" * 10**6}) == ("policy", "no\ufffd[2J")
+    assert messages.read_refusal({"refused": "no", "reason": "not finite"}) == ("not finite", "no")
+    assert messages.read_refusal({"reason": "not finite"}) is None
 
 
 def test_refused_sharpness_is_null_with_the_reason(deployed, small):

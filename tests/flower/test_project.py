@@ -22,6 +22,9 @@ build = pytest.importorskip("flwr.cli.build").build_fab_from_disk
 write_app = pytest.importorskip("fedflat.flower.project").write_app
 write_keys = pytest.importorskip("fedflat.flower.keys").write_keys
 renew = pytest.importorskip("fedflat.flower.keys").renew
+known_clients = pytest.importorskip("fedflat.flower.keys").known_clients
+read_table = pytest.importorskip("fedflat.flower.identity").read_table
+is_valid_name = pytest.importorskip("flwr.supercore.utils").is_valid_name
 x509 = pytest.importorskip("cryptography.x509")
 serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -78,8 +81,8 @@ def test_nothing_is_left_to_fill_in(tmp_path):
 
 def test_security_is_there_unless_one_asks_for_less(tmp_path):
     for name, insecure in ("safe", False), ("open", True):
-        write_app(tmp_path / f"{name}_wards", RECIPE, insecure)
-    safe, bare = ({f: (tmp_path / f"{name}_wards" / f).read_text() for f in ("superlink.sh", "supernode.sh")}
+        write_app(tmp_path / f"{name}-wards", RECIPE, insecure)
+    safe, bare = ({f: (tmp_path / f"{name}-wards" / f).read_text() for f in ("superlink.sh", "supernode.sh")}
                   for name in ("safe", "open"))  # fmt: skip
     assert not any("--insecure" in text for text in safe.values())
     assert "--enable-supernode-auth" in safe["superlink.sh"] and "--ssl-keyfile" in safe["superlink.sh"]
@@ -119,6 +122,34 @@ def test_a_folder_whose_name_no_package_can_have_is_refused(tmp_path, name):
     with pytest.raises(RecipeError, match=rf"^{name}: .*; choose another directory$"):
         write_app(tmp_path / name, RECIPE)
     assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["my-wards", "Wards-of-2026", "w" * 32])
+def test_flower_builds_the_app_under_the_name_of_its_folder(name, tmp_path):
+    write_app(tmp_path / name, RECIPE)
+    project = tomllib.loads((tmp_path / name / "pyproject.toml").read_text())["project"]
+    assert project["name"] == name and is_valid_name(name) == (True, "")
+    assert build(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "such_as"),
+    [("my_wards", "my-wards"), ("my wards", "my-wards"), ("2024-wards", "wards"), ("w" * 33, "w" * 32), ("_", "wards")],
+)
+def test_a_name_that_flower_does_not_take_is_refused_with_one_that_it_takes(name, such_as, tmp_path):
+    assert not is_valid_name(name)[0] and is_valid_name(such_as)[0]
+    with pytest.raises(
+        RecipeError, match=f"^{name}: Flower takes names .* such as {such_as}; choose another directory"
+    ):
+        write_app(tmp_path / name, RECIPE)
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("place", ["$(touch here)", 'a"b', "50%", "a\nb", "`x`"])
+def test_a_path_that_would_be_more_than_a_path_in_a_script_is_refused(place, tmp_path):
+    with pytest.raises(RecipeError, match="scripts and units cannot name a path with"):
+        write_app(tmp_path / place / "wards", RECIPE)
+    assert [*tmp_path.iterdir()] == []
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -193,6 +224,33 @@ def test_who_trusts_the_authority_trusts_the_server_under_its_names(keys, name):
     assert shaken_hands(keys, name, keys / "ca.pem") == "TLSv1.3"
 
 
+def test_clients_are_added_by_one_command(fedflat, tmp_path):
+    app = tmp_path / "wards"
+    write_app(app, RECIPE)
+    write_keys(app / "keys", ["127.0.0.1"], 3)
+    kept = {path: path.read_bytes() for path in (app / "keys").iterdir()}
+    code, said = fedflat("flower", "keys", app, "--add", 2)
+    assert code == 0 and "clients 3 to 4 are added" in said and "register keys/client-4.pub" in said
+    assert load(app / "wards" / "recipe.toml").split.clients == 5
+    assert known_clients(app / "keys") == [0, 1, 2, 3, 4]
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert (app / "keys" / "client-4").stat().st_mode & 0o077 == 0
+    volumes = (app / "compose.server.yaml").read_text()
+    assert all(f"./keys/client-{client}.pub:{app}/keys/client-{client}.pub:ro" in volumes for client in range(5))
+    assert len(read_table(app / "keys", 5)) == 5
+
+
+def test_a_clients_key_is_renewed_alone(fedflat, tmp_path):
+    write_keys(tmp_path / "keys", ["127.0.0.1"], 2)
+    kept = {path: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
+    code, said = fedflat("flower", "keys", tmp_path, "--renew-client", 1)
+    assert code == 0 and "client 1 gets keys/client-1" in said
+    changed = {path.name for path, content in kept.items() if path.read_bytes() != content}
+    assert changed == {"client-1", "client-1.pub"} and len(read_table(tmp_path / "keys", 2)) == 2
+    assert fedflat("flower", "keys", tmp_path, "--renew-client", 7)[0] == RecipeError.exit_code
+    assert "say by which name" in fedflat("flower", "keys", tmp_path)[1]
+
+
 def test_but_under_no_other_name_and_by_no_other_authority(keys, tmp_path):
     write_keys(tmp_path / "other", ["server.example"], clients=0)
     for name, folder in ("elsewhere.example", keys), ("server.example", tmp_path / "other"):
@@ -258,7 +316,7 @@ def test_mistakes_on_the_command_line_are_one_sentence(fedflat, tmp_path):
 def test_a_deployment_is_not_gone_on_with_in_the_simulator(fedflat, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE.to_toml())
     (tmp_path / "deployment.json").write_text("{}")
-    sentence = f"fedflat: {tmp_path}: its clients are elsewhere; go on with this deployment by `flwr run`"
+    sentence = f"fedflat: {tmp_path}: its clients are elsewhere; continue this deployment with `flwr run`"
     assert fedflat("resume", tmp_path) == (RunError.exit_code, sentence)
 
 

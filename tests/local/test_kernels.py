@@ -22,8 +22,8 @@ from fedflat.methods.parts import Ascent
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, Server
 from fedflat.rounds import client
-from fedflat.rounds.client import Problem
 from fedflat.rounds.server import conduct, first_state
+from fedflat.rounds.setup import Problem
 
 # The catalogue by what a method does to the local step. The table below says which kernels that leaves.
 PLAIN = {
@@ -39,7 +39,7 @@ WATCHING = {"fedgmt", "fedsol(source='moon')", "fedsol(scope='head', source='fed
 METHODS = [*CATALOGUE, *sorted((HEAD | WATCHING) - {*CATALOGUE})]
 # Those whose clients cannot share steps; FedDC's have weights by their sizes.
 ALONE = {"fedasam", "fedsol", "fedsol_ablation", "fedgf", "fedbabu", "perfedavg", "fedswa", "fedmoswa", "feddc"}
-ALONE |= TERMS | DESCENT | HEAD | WATCHING
+ALONE |= {"looksam"} | TERMS | DESCENT | HEAD | WATCHING
 
 
 def expected(method, chain, momentum, group):

@@ -278,3 +278,34 @@ def test_the_values_that_an_option_may_take(default, limits, sentence, inside, o
 def test_a_move_arrives_at_the_weights_plus_the_servers_rate_times_it():
     weights, move = torch.tensor([1.0, -2.0]), torch.tensor([4.0, 0.5])
     assert ServerView(weights, weights, 0, 10, lr=0.5).arrival(move).tolist() == [3.0, -1.75]
+
+
+def test_a_method_is_run_on_the_example_once():
+    """Equal parts compose alike; an option that is equal but written otherwise is another method."""
+    runs = []
+
+    @dataclass(frozen=True)
+    class Counted(Part):
+        rate: float = 1.0
+
+        def plan(self, rule, sent, memory):
+            runs.append(self.rate)
+            return replace(rule, decay=rule.decay + self.rate)
+
+    first = Method(Counted(1.0))
+    seen = len(runs)
+    assert seen and repr(Method(Counted(1.0))) == repr(first)
+    assert len(runs) == seen
+    assert repr(Method(Counted(1))) == "Method(" + repr(Counted(1)) + ")"
+    assert len(runs) > seen
+
+
+def test_a_part_without_a_hash_is_composed_each_time():
+    @dataclass(frozen=True)
+    class Listed(Part):
+        rates: list[float]
+
+        def plan(self, rule, sent, memory):
+            return replace(rule, decay=rule.decay + sum(self.rates))
+
+    assert Method(Listed([0.5])).parts == (Listed([0.5]),)

@@ -167,6 +167,27 @@ def test_clients_learn_with_them(digits, method):
     assert result.accuracy > 0.6
 
 
+@pytest.mark.parametrize(("method", "shared"), [("fedadamw", 4), ("fedadamw(blocks=False)", 1210)])
+def test_fedadamw_sends_its_block_means_and_no_vector_of_them(digits, method, shared):
+    """A float32 for each of the four tensors in both directions; without blocks one for each of the 1,210 weights."""
+    run = dict(rounds=1, steps=1, batch=32, lr=0.01, cohort=3, evaluation_every=0)
+    module = models.build("mlp", (1, 8, 8), 10, torch.Generator().manual_seed(0), hidden=(16,))
+    found = train(digits, module, method, engine="inline", **run)
+    assert found.history[0]["bytes_down"] == 3 * 4 * (2 * 1210 + shared)
+    assert found.history[0]["bytes_up"] == 3 * 4 * (1210 + shared)
+
+
+def test_a_vector_that_is_to_have_one_number_a_tensor_must_have_it():
+    class Wrong(Part):
+        tensorwise = ("sums",)
+
+        def report(self, upload, sent, memory, outcome):
+            return upload.update(sums=upload.delta[:3]), {}
+
+    with pytest.raises(RecipeError, match="Wrong has 3 numbers in 'sums', not one for each tensor"):
+        Method(Wrong())
+
+
 def test_a_descent_of_ones_own_takes_a_few_lines(digits):
     class Sign(Part):
         def plan(self, rule, sent, memory):

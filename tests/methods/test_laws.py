@@ -49,6 +49,7 @@ from fedflat.methods.parts import (
     NormalisedAveraging,
     NotTrueDistillation,
     PrintedConsensus,
+    ProductAverage,
     Proximal,
     ProximalAscent,
     RelaxedStart,
@@ -65,8 +66,8 @@ from fedflat.methods.uploads import Upload
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, Server
 from fedflat.rounds import client, flat_record
-from fedflat.rounds.client import Problem
 from fedflat.rounds.server import conduct, first_state
+from fedflat.rounds.setup import Problem
 
 LOCAL = dict(steps=3, batch=8, lr=0.1, momentum=0.5, weight_decay=1e-3, lr_decay=0.9, clip=2.0, cohort=5)
 FAST = dict(rounds=3, evaluation_every=0, measures=[], engine="inline", **LOCAL)
@@ -102,6 +103,12 @@ def trained(clients, method, **more):
     return weights(train(clients, net(), method, **{**FAST, **more}))
 
 
+def adapted(clients, method, **more):
+    """The adapters of a run that trains nothing else; `ProductAverage` needs some."""
+    result = train(clients, net(), method, model_lora={"rank": 2, "targets": "all"}, **{**FAST, "rounds": 2, **more})
+    return torch.cat([p.detach().flatten() for p in result.model.parameters() if p.requires_grad])
+
+
 def name(part):
     return type(part).__name__
 
@@ -132,7 +139,7 @@ HOSTS = [
     ("fedsmoo(0.0, 0.3, upload='less')", "feddyn(0.3)"), ("fedlesam_d(0.0, 0.3)", "feddyn(0.3)"),
     ("fedgloss(0.0, 0.0, 0.3)", "feddyn(0.3)"), ("fedgf(0.5, threshold=1e9)", "fedsam(0.5)"),
     ("fedinit(0.0)", "fedavg"), ("fedexp(1e9, average=False)", "fedavg"), ("top_k(1.0, feedback=True)", "fedavg"),
-    ("fedwmsam(0.0, 1.0, 0.0)", "scaffold"),
+    ("fedwmsam(0.0, 1.0, 0.0)", "scaffold"), ("looksam(0.0)", "fedavg"), ("looksam(0.5, 1)", "fedsam(0.5)"),
 ]  # fmt: skip
 
 
@@ -156,17 +163,19 @@ SETTINGS = {
     "one by one": dict(group=1),
     "dropout": dict(momentum=0.5, cohort=6),
     "dropout, watched": dict(momentum=0.5, cohort=6, measures=["cosine", "lambda"]),
+    "dropout alone, in groups": dict(group=3, cohort=6, clip=1.0),
 }
 
 
-def with_dropout():
+def with_dropout(setting):
     torch.manual_seed(0)
-    norm = nn.BatchNorm1d(16, momentum=None)  # which also counts its batches
+    # The norm also counts its batches; without it the clients may share their steps.
+    norm = nn.Identity() if "groups" in setting else nn.BatchNorm1d(16, momentum=None)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), norm, nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10))
 
 
 def run_in(setting, many, method):
-    module = with_dropout() if "dropout" in setting else net()
+    module = with_dropout(setting) if "dropout" in setting else net()
     return train(many, module, method, **{**GROUPED, **SETTINGS[setting]})
 
 
@@ -179,7 +188,8 @@ def hosts(many):
 # FedGF does not share steps; batch statistics, which the dropout's model has, cannot be protected.
 ELSEWHERE = [(method, host) for method, host in HOSTS if not re.match("fedgf|local_dp|fedsol.*(head|body)", method)]
 ELSEWHERE += [("fedsol(0.0, scope='head')", "fedavg"), ("fedsol(0.0, scope='body', source='moon')", "fedavg")]
-CASES = [(s, *pair) for s in SETTINGS for pair in ELSEWHERE if "watched" not in s or re.match("fedsol|man", pair[0])]
+FEW = re.compile("watched|dropout alone")  # settings for the methods that could draw or measure at w + ε
+CASES = [(s, *pair) for s in SETTINGS for pair in ELSEWHERE if not FEW.search(s) or re.match("fedsol|man", pair[0])]
 
 
 @pytest.mark.parametrize(("setting", "method", "host"), CASES)
@@ -252,6 +262,19 @@ def test_every_pair_shows_both_effects_or_is_refused_with_both_names(clients, al
         assert not torch.equal(both, alone(other)), f"{one} has no effect beside {other}"
 
 
+@pytest.mark.parametrize("other", [part for part in PARTS if not isinstance(part, FrozenHead)], ids=repr)
+def test_the_average_of_products_shows_its_effect_beside_every_part_or_is_refused(clients, other):
+    """On adapters, where it applies. Frozen heads are left out: the adapters of a model have no head."""
+    method, refusal = composed(ProductAverage(), other)
+    if method is None:
+        assert 'model.lora.average = "product"' in refusal and name(other) in refusal, refusal
+        return
+    both = adapted(clients, method)
+    assert torch.isfinite(both).all()
+    assert not torch.equal(both, adapted(clients, Method(other))), "the products have no effect"
+    assert not torch.equal(both, adapted(clients, ProductAverage())), f"{other} has no effect beside them"
+
+
 @given(st.permutations(PARTS).map(lambda parts: parts[:3]))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_triples_train_in_any_order_or_are_refused_with_two_names(parts):
@@ -266,14 +289,12 @@ def test_triples_train_in_any_order_or_are_refused_with_two_names(parts):
 
 def report(method, delta):
     """What is uploaded for a client that moved by Δ."""
-    from fedflat.methods.observe import example_rule  # the facts of the example that methods are observed on
+    from fedflat.methods.example import LAYOUT, example_rule  # the facts of the example that methods are observed on
 
     zeros = torch.zeros_like(delta)
-    rule = method.plan(
-        example_rule(), {"weights": zeros, **dict.fromkeys(method.found.sent, zeros)}, method.first_memory(zeros)
-    )
+    sent = {name: delta.new_zeros(size) for name, size in method.sent_sizes(LAYOUT).items()}
+    rule = method.plan(example_rule(), sent, method.first_memory(zeros))
     upload = Upload(0, 1, 1, 0.1, 0.0, delta)
-    sent = {"weights": zeros, **dict.fromkeys(method.found.sent, zeros)}
     return method.report(upload, sent, method.first_memory(zeros), Outcome(delta, 0.0, rule, rule.carry, {}))[0]
 
 

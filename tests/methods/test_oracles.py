@@ -37,8 +37,8 @@ from fedflat.methods.parts import (
 )
 from fedflat.models.vector import Network
 from fedflat.recipe import Local
-from fedflat.rounds.client import Problem
 from fedflat.rounds.server import conduct, first_state
+from fedflat.rounds.setup import Problem
 
 LOCAL = dict(batch=32, lr=0.1, lr_decay=0.99, momentum=0.9, weight_decay=1e-3, clip=1.0)
 COHORTS = ([0, 1, 2], [2, 5], [1, 3, 7], [0, 2, 5])

@@ -15,7 +15,7 @@ from fedflat.local.rule import LocalRule, Outcome
 from fedflat.local.slope import Slope
 from fedflat.local.step import step
 from fedflat.local.step import train as local_train
-from fedflat.methods.catalogue import fedsol
+from fedflat.methods.catalogue.flat import fedsol
 from fedflat.methods.chain import Method
 from fedflat.methods.part import Part, ServerView
 from fedflat.methods.parts import (

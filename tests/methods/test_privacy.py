@@ -28,9 +28,10 @@ from fedflat.models import build
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, Server, validated
 from fedflat.rounds.accountant import ORDERS, ledger, pld_epsilon
-from fedflat.rounds.client import Broadcast, Problem, Worker
+from fedflat.rounds.client import Worker
 from fedflat.rounds.cohort import draw_cohort
 from fedflat.rounds.server import conduct, first_state
+from fedflat.rounds.setup import Broadcast, Problem
 
 NUMBERS = st.floats(-1e3, 1e3)
 COHORTS = st.integers(1, 6).flatmap(

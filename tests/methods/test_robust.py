@@ -31,8 +31,8 @@ from fedflat.methods.parts.robust import SPAN
 from fedflat.methods.uploads import Upload, collect
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, Server
-from fedflat.rounds.client import Problem
 from fedflat.rounds.server import first_state, merge
+from fedflat.rounds.setup import Problem
 
 NUMBERS = st.floats(-1e3, 1e3)
 COHORTS = st.integers(1, 9).flatmap(

@@ -8,7 +8,7 @@ import torch
 from fedflat import Part
 from fedflat.methods.catalogue import CATALOGUE
 from fedflat.methods.chain import Method
-from fedflat.methods.observe import example_rule
+from fedflat.methods.example import example_rule
 from fedflat.methods.parser import parse
 
 

@@ -16,12 +16,13 @@ from fedflat import Dataset, Federation, Samples
 from fedflat.engine.inline import Inline
 from fedflat.local.rule import LocalRule
 from fedflat.methods.parser import parse
-from fedflat.methods.parts import TopK
-from fedflat.methods.uploads import Upload
+from fedflat.methods.part import ServerView
+from fedflat.methods.parts import TopK, WeightedMomentum
+from fedflat.methods.uploads import Upload, collect
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, Server
-from fedflat.rounds.client import Problem
 from fedflat.rounds.server import conduct, first_state, view
+from fedflat.rounds.setup import Problem
 
 SIZES, FEATURES, CLASSES, BATCH, EPOCHS = (5, 8, 11, 6), 3, 4, 4, 2
 LR, DECAY, WD, CLIENTS = 0.3, 0.9, 0.02, len(SIZES)
@@ -285,6 +286,7 @@ def test_fedexps_factor_is_at_work_and_at_its_bound():
         ("top_k(1.0)", "fedavg"),
         ("top_k(1.0, feedback=True)", "fedavg"),
         ("fedwmsam(0.0, 1.0, 0.0)", "scaffold"),
+        ("fedwmsam(0.2, 1.0, 0.0)", "scaffold"),
         ("dp_fedsam(0.2, 0.3, 0.5, 0.7)", "local_dp(0.5, 0.7) + top_k(0.3) + fedsam(0.2)"),
         ("dp_fedsam(0.2, 1.0, 1e9, 0.0)", "fedsam(0.2)"),
     ],
@@ -292,6 +294,38 @@ def test_fedexps_factor_is_at_work_and_at_its_bound():
 def test_without_its_idea_a_method_is_its_host_to_the_bit(method, host):
     for (ours, shown), (theirs, expected) in zip(rounds(method), rounds(host), strict=True):
         assert (ours == theirs).all() and (shown == expected).all()
+
+
+@pytest.mark.parametrize("method", ["fedwmsam(0.0)", "fedwmsam(0.2, 1.0)"])
+def test_without_a_radius_or_a_momentum_fedwmsam_sets_no_ascent(method):
+    chain, w = parse(method), torch.ones(D)
+    rule = chain.plan(LocalRule(0.1, 4), chain.first_state(w) | {"weights": w}, chain.first_memory(w))
+    assert rule.ascent is None and not rule.carry
+
+
+def test_fedwmsams_share_multiplies_the_scale_that_other_parts_have_set():
+    chain, w = parse("fedwmsam(0.2, 0.3)"), torch.ones(D)
+    rule = chain.plan(LocalRule(0.1, 4, scale=0.5), chain.first_state(w) | {"weights": w}, chain.first_memory(w))
+    assert rule.scale == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "moves", "expected"),
+    [
+        ((2, 0), [(-3, 4), (-4, -3), (-1, 0)], 1 - (0.6 + 0.8 + 1) / 3),  # their mean cosine is −0.8
+        ((2, 0), [(-3, 4), (0, 5)], 0.7),
+        ((2, 0), [(-1, 0), (-2, 0.1)], 0.1),  # they follow the momentum
+        ((2, 0), [(3, 4), (0, 1)], 0.9),
+        ((0, 0), [(3, 4), (0, 1)], 0.1),  # there is none yet
+    ],
+)
+def test_fedwmsams_share_grows_with_the_mean_cosine_within_its_bounds(momentum, moves, expected):
+    zeros, momentum = torch.zeros(2, dtype=torch.float64), torch.tensor(momentum, dtype=torch.float64)
+    state = {"direction": momentum, "controls": zeros, "mix": torch.tensor([0.3], dtype=torch.float64)}
+    moves = [torch.tensor(move, dtype=torch.float64) for move in moves]
+    uploads = collect([Upload(i, 1, 2, 0.1, 0.0, m, {"control_change": zeros}) for i, m in enumerate(moves)], "uniform")
+    _, state = WeightedMomentum(rate=1.0).merge(zeros, ServerView(zeros, zeros, 1, 4, state), uploads)
+    assert float(state["mix"]) == pytest.approx(expected)
 
 
 def test_fedmoswa_with_all_clients_and_gamma_one_is_scaffold():

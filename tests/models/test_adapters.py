@@ -12,8 +12,9 @@ from fedflat.errors import RecipeError
 from fedflat.flatness import layer_norms
 from fedflat.local.rule import LocalRule
 from fedflat.local.step import train
-from fedflat.models import Layout, Network, factors, is_adapted, lora, merged
+from fedflat.models import Layout, Network, adapters, factors, is_adapted, lora, merged
 from fedflat.models.blocks import FirstToken, ShiftedPatches, TransformerBlock, chain
+from fedflat.models.corrected import summed
 
 
 def vit():
@@ -104,6 +105,37 @@ def test_gradients_are_those_of_the_dense_correction(body):
         first, second = (adapted.get_parameter(name) for name in (a, b))
         torch.testing.assert_close(first.grad.flatten(1), 1.5 * second.flatten(1).T @ slope, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(second.grad.flatten(1), 1.5 * slope @ first.flatten(1).T, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("frozen", ["", "lora_a", "lora_b"])
+def test_many_rows_go_through_the_sum_with_the_derivatives_of_the_definition(frozen, monkeypatch):
+    """Value, gradient and second derivative; few rows, a trained base and vmap take the definition."""
+    torch.manual_seed(0)
+    layer = moved(lora(nn.Sequential(nn.Linear(6, 5)), 2, targets="all"))[0].double()
+    if frozen:
+        getattr(layer, frozen).requires_grad_(False)
+    x = torch.randn(4, 9, 6, dtype=torch.float64, requires_grad=True)
+    sought = [x, *(p for p in layer.parameters() if p.requires_grad)]
+
+    def derivatives():
+        y = layer(x)
+        slopes = torch.autograd.grad(y.tanh().sum(), sought, create_graph=True)
+        plain = torch.autograd.grad(layer(x).tanh().sum(), sought)
+        curved = torch.autograd.grad(sum(slope.square().sum() for slope in slopes), sought)
+        return [y, *slopes, *plain, *curved]
+
+    seen = []
+    monkeypatch.setattr(adapters, "summed", lambda *arguments: seen.append(1) or summed(*arguments))
+    ours = derivatives()
+    assert len(seen) == 2
+    torch.func.vmap(layer)(x)
+    layer(x[0, :1])
+    assert len(seen) == 2
+    layer.bias.requires_grad_(True)
+    theirs = derivatives()
+    assert len(seen) == 2
+    for mine, definition in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, definition, rtol=1e-12, atol=1e-12)
 
 
 def test_at_full_rank_the_first_step_is_that_of_full_training():

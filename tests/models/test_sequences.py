@@ -1,5 +1,7 @@
 """Networks for text: their sizes, what padding may not change, and derivatives of every order that is used."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from fedflat.errors import RecipeError
 from fedflat.flatness import GaussNewton, Hessian
 from fedflat.flatness.objective import Objective
 from fedflat.models import AttentionOutput, Network, build
-from fedflat.models.sequences import Lstm, _Fused, _unrolled
+from fedflat.models.sequences import CausalAttention, Lstm, _attention, _fused, _lstm, _unrolled
 from fedflat.tasks import TASKS
 
 SMALL = {"char-lstm": {"embedding": 3, "hidden": 4, "layers": 2}, "gpt": {"width": 4, "heads": 2, "layers": 1}}
@@ -53,8 +55,18 @@ def test_torchs_own_lstm_and_its_gradient_are_those_of_the_definition():
     layer, x = Lstm(3, 4).double(), torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
     arguments = (x, layer.weight_x, layer.weight_h, layer.bias)
     torch.testing.assert_close(layer(x), _unrolled(*arguments))
-    assert torch.autograd.gradcheck(_Fused.apply, arguments)
-    assert torch.autograd.gradgradcheck(_Fused.apply, arguments)
+    fused = partial(_fused, _lstm, _unrolled)
+    assert torch.autograd.gradcheck(fused, arguments) and torch.autograd.gradgradcheck(fused, arguments)
+    frozen = (x.detach(), layer.weight_x.detach(), layer.weight_h, layer.bias)
+    assert torch.autograd.gradgradcheck(fused, frozen)
+
+
+def test_torchs_own_attention_and_its_gradient_are_those_of_the_definition():
+    layer, x = CausalAttention(4, 2).double(), torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    q, k, v = layer.qkv(x).unflatten(2, (3, 2, 2)).permute(2, 0, 3, 1, 4).unbind()
+    expected = layer.out(_attention(q, k, v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), expected)
+    assert torch.autograd.gradcheck(layer, x) and torch.autograd.gradgradcheck(layer, x)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -122,5 +134,7 @@ def test_activations_are_those_of_the_mlp_blocks_and_on_request_of_the_attention
 def test_samples_that_are_not_tokens_are_refused():
     with pytest.raises(RecipeError, match="needs rows of token ids, not samples of shape"):
         build("gpt", (1, 28, 28), 10)
+    with pytest.raises(RecipeError, match="model mlp: does not read the token ids of a text; take char-lstm, gpt"):
+        build("mlp", (8,), 5, vocabulary=5)
     with pytest.raises(RecipeError, match="must divide the width"):
         build("gpt", (8,), 5, vocabulary=5, width=10, heads=3)

@@ -10,7 +10,8 @@ from torch import nn
 
 from fedflat import models
 from fedflat.errors import RecipeError
-from fedflat.models.vector import Layout, Network
+from fedflat.models import Layout
+from fedflat.models.vector import Network
 
 TEXT = ("char-lstm", "gpt")
 SHAPES = {"convnet-gn": (3, 64, 64), **dict.fromkeys(TEXT, (12,))}

@@ -3,6 +3,7 @@
 `FEDFLAT_GOLDEN=write pytest tests/report/test_tables.py` writes the golden files anew.
 """
 
+import csv
 import math
 import os
 import re
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 
 from fedflat.cli import app
 from fedflat.errors import RecipeError
-from fedflat.report.sheets import FORMS, Cell, Sheet, latex, markdown, page
+from fedflat.report.sheets import FORMS, Cell, Sheet, latex, markdown, page, terminal
 from fedflat.report.tables import compared, published, published_names, settings_notes
 from fedflat.runs.sweep import load_sweep
-from fedflat.runs.sweep.results import JUDGED, METRICS
+from fedflat.runs.sweep.results import JUDGED, METRICS, write_results
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MEASURED = {
@@ -230,3 +231,42 @@ def test_the_command_writes_a_table_to_a_file(tmp_path, capsys):
     assert r"\multicolumn{2}{c}{FedSAM}" in (tmp_path / "t.tex").read_text()
     with pytest.raises(RecipeError, match="there is no directory"):
         app(["table", "fedsmoo-table2", "-o", str(tmp_path / "no" / "t.txt")], standalone_mode=False)
+
+
+def test_results_of_another_sweep_are_not_passed_over_in_silence(tmp_path, capsys):
+    others = rows("fedsol-table1", method="fedavg", setting="CIFAR-10 α=0.1")
+    said = f"None of the {len(others)} runs given belongs to this table; a run of it has, for example,"
+    assert compared(published("fedsmoo-table2"), others).notes[0].startswith(said)
+    write_results(tmp_path, others)
+    app(["table", "fedsmoo-table2", str(tmp_path)], standalone_mode=False)
+    assert said in capsys.readouterr().err
+    ours = rows("fedsmoo-table2")
+    assert not any("belongs" in note for note in compared(published("fedsmoo-table2"), ours).notes)
+
+
+def test_a_line_break_in_a_text_does_not_end_a_comment_or_a_row():
+    odd = "name\n\\input{/etc/passwd}\x1b[2J<script>"
+    sheet = Sheet(odd, [[odd]], [[(odd, odd, [Cell(odd)])]], [odd])
+    lines = latex(sheet).splitlines()
+    assert not any(line.startswith("\\input") for line in lines)
+    assert len(markdown(sheet).splitlines()) == 7 and "<script" not in markdown(sheet)
+    assert all("\x1b" not in form(sheet) for form in (latex, markdown, page, terminal))
+
+
+def test_a_value_of_a_sweep_does_not_become_a_formula(tmp_path):
+    row = {"method": "=HYPERLINK(1)", "label": "@x", "scale": "full", "accuracy_last": -0.5}
+    write_results(tmp_path, [row])
+    assert (tmp_path / "results.csv").read_text().splitlines()[1] == "'=HYPERLINK(1),'@x,full,-0.5"
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+cmd|' /C calc'!A0", "-2+3+A1", "@SUM(A1)", "＝1+1"])
+def test_nor_does_a_text_of_a_table(text):
+    sheet = Sheet("t", [[text]], [[(text, text, [Cell(text)])]], corner=(text, text))
+    rows = [*csv.reader(sheet.write("csv").splitlines())]
+    assert rows == [[f"'{text}"] * 3] * 2
+
+
+def test_numbers_of_a_table_stay_numbers():
+    cells = [Cell(text) for text in ("-0.5", "+1.20 ± 0.30", "-1e-05", "–", "12.3", "+2*")]
+    (_, row) = csv.reader(Sheet("t", [["x"] * 6], [[("a", "", cells)]]).write("csv").splitlines())
+    assert row == ["a", *(cell.text for cell in cells)]

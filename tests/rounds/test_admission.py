@@ -21,8 +21,8 @@ from fedflat.methods.parser import parse
 from fedflat.methods.uploads import Upload
 from fedflat.models.vector import Network
 from fedflat.recipe import Admission, Local, Server
-from fedflat.rounds.client import Problem
 from fedflat.rounds.server import conduct, first_state
+from fedflat.rounds.setup import Problem
 
 NAN, INF = math.nan, math.inf
 # SCAFFOLD sends a second vector up and FedNova two figures; six parameters.
@@ -288,7 +288,7 @@ def test_a_refused_client_leaves_everything_as_it_was_on_every_engine(kind, flaw
 
 def test_refusals_are_named_in_the_metrics_and_counted_in_the_summary(tmp_path):
     method = Method(Careless(5, "echo", "not finite"))
-    settings = dict(batch=1, lr=0.05, rounds=2, cohort=4, engine="inline", out=tmp_path / "run")
+    settings = dict(batch=1, epochs=1, lr=0.05, rounds=2, cohort=4, engine="inline", out=tmp_path / "run")
     result = train(federation((3, 4, 5, 6)), nn.Sequential(nn.Linear(2, 2)), method, **settings)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     refused = [{"client": 2, "reason": "not finite", "detail": "echo has entries that are not finite"}]

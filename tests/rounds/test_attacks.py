@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -22,9 +23,9 @@ from fedflat.methods.uploads import Upload
 from fedflat.models.vector import Network
 from fedflat.recipe import Admission, Evaluation, Local, Server
 from fedflat.rounds.admission import NOTES, check_samples, counted_samples
-from fedflat.rounds.client import Problem, Refusal
 from fedflat.rounds.metrics import flat_record
 from fedflat.rounds.server import NORMS, conduct, first_state
+from fedflat.rounds.setup import Problem, Refusal
 
 SIZES = (3, 4, 5, 6, 5)
 SIZE = 6  # parameters
@@ -39,6 +40,9 @@ class Claimed(Federation):
         if client not in self.hello:
             raise DataError(f"client {client} was not connected")
         return self.hello[client]
+
+    def largest_first(self, clients):
+        return sorted(clients)
 
 
 def problem(method="scaffold + fednova", trusted=False, kind=Federation, **local):
@@ -216,6 +220,44 @@ def test_a_claim_of_a_billion_samples_in_its_hello_does_not_own_the_average(monk
         moved[share] = float((state.weights - first.weights).max())
     assert moved[0.0] == pytest.approx(1, abs=1e-5)
     assert moved[2.0] == pytest.approx(9 / (3 + 4 + 5 + 9)), "twice the median of 3, 4, 5 and 10⁸"
+
+
+def test_nor_do_the_steps_of_too_many_samples_scale_what_all_others_send(monkeypatch):
+    """FedNova multiplies the average by Σ pᵢ aᵢ, and aᵢ by the recipe is the number of steps over the samples."""
+    monkeypatch.setattr(Claimed, "hello", {0: 3, 1: 4, 2: 5, 3: 500_000})
+    task = problem("fednova", kind=Claimed)
+    steps = torch.tensor([5e5, 5e5])
+    liar = honest(task, 3, samples=500_000, steps=500_000, delta=torch.zeros(SIZE), vectors={"normaliser": steps})
+    uploads, first = [*(honest(task, i) for i in range(3)), liar], first_state(task)
+    moved = {}
+    for share in (0.0, 10.0):
+        state, report = after(task, uploads, limits=Admission(max_share=share, outlier=0.0), average="uniform")
+        assert report.refused == []
+        moved[share] = float((state.weights - first.weights).norm())
+    longest = max(upload.norm for upload in uploads)
+    assert moved[0.0] > 1e3 * longest
+    assert moved[10.0] < 10 * longest
+
+
+def test_nor_do_they_loosen_the_limit_on_its_own_norm(monkeypatch):
+    monkeypatch.setattr(Claimed, "hello", {0: 3, 1: 4, 2: 5})
+    task = problem("fedavg", kind=Claimed)
+    late = honest(task, 3, samples=10**7, steps=10**7, delta=torch.full((SIZE,), 1e4))
+    for uploads in ([late], [honest(task, 0), honest(task, 1), honest(task, 2), late]):
+        state, _ = after(task, [honest(task, i) for i in range(3)])
+        _, report = after(task, uploads, state)
+        assert refusals(report) == [(3, "norm")]
+
+
+def test_a_claim_of_a_billion_samples_is_judged_in_no_time(monkeypatch):
+    """With a proximal term the normaliser is a recursion over the steps."""
+    monkeypatch.setattr(Claimed, "hello", {0: 3, 1: 4, 2: 5, 3: 10**9})
+    task = problem("fednova + fedprox", kind=Claimed)
+    liar = honest(task, 3, samples=10**9, steps=10**9)
+    begun = time.perf_counter()
+    _, report = after(task, [liar])
+    assert refusals(report) == [(3, "claim")] and "normaliser = 6" in report.refused[0].detail
+    assert time.perf_counter() - begun < 5
 
 
 def test_a_simulation_trusts_its_own_counts():

@@ -17,14 +17,15 @@ from fedflat import Method, Part, Samples, models, train
 from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool
 from fedflat.errors import RecipeError
+from fedflat.federation import take_normalised
 from fedflat.flatness import Hessian, Objective, Portion, top_eigenvalues
 from fedflat.flatness.federated import Gradient, Rise, TopEigenvalue
 from fedflat.methods.parser import parse
 from fedflat.methods.parts import ProximalAscent
 from fedflat.models.vector import Network
 from fedflat.recipe import Evaluation, Local, Server
-from fedflat.rounds.client import Broadcast, Problem
 from fedflat.rounds.server import conduct, first_state, view
+from fedflat.rounds.setup import Broadcast, Problem
 
 ALL = [
     "consistency", "divergence", "discord", "cosine", "proximal", "lambda", "local", "classes", "gradient", "margin",
@@ -140,8 +141,8 @@ def test_class_accuracies_weighted_by_the_classes_sizes_are_the_accuracy(digits,
     for record in result.history[1::2]:
         of_classes = torch.tensor(record["class_accuracy"], dtype=torch.float64)
         assert float(of_classes @ counts / counts.sum()) == pytest.approx(record["accuracy"], rel=1e-12)
-    inputs, labels = digits.held_out(on, 0, digits.size(on))
-    right = result.model(inputs).argmax(dim=1) == labels
+    samples = getattr(digits.dataset, on)
+    labels, right = samples.labels, result.model(samples.inputs).argmax(dim=1) == samples.labels
     assert record["class_accuracy"] == pytest.approx([float(right[labels == c].double().mean()) for c in range(10)])
 
 
@@ -302,7 +303,8 @@ def test_the_sharpness_is_the_top_eigenvalue_of_the_pooled_samples_at_the_shown_
     settings = dict(rounds=4, cohort=5, lr=0.3, seed=3, sharpness=2, sharpness_samples=300)
     result = train(digits, build(), method, engine="inline", **settings)
     batches = Portion(300, seed=3).batches(digits, range(digits.clients))
-    (value,) = top_eigenvalues(Hessian(Objective(result.model, F.cross_entropy, batches)), k=1, tolerance=1e-6).values
+    objective = Objective(take_normalised(result.model), F.cross_entropy, batches)
+    (value,) = top_eigenvalues(Hessian(objective), k=1, tolerance=1e-6).values
     assert [round for round, _ in result.curve("lambda1")] == [2, 4]
     assert result.history[-1]["lambda1"] == pytest.approx(float(value), rel=1e-3)
 
@@ -359,7 +361,7 @@ def test_the_gradient_is_that_of_the_mean_loss_of_all_training_samples(digits, b
     settings = dict(rounds=4, cohort=5, lr=0.3, precision="float64", every=2, measures=["gradient"])
     result = train(digits, build(), "feddyn", engine="inline", **settings)
     assert [round for round, _ in result.curve("gradient")] == [2, 4]
-    (x, y), (w, views) = digits.to(torch.float64).held_out("train", 0, 1442), parameters_of(result.model)
+    (x, y), (w, views) = (digits.dataset.train.inputs, digits.dataset.train.labels), parameters_of(result.model)
     dense = torch.func.grad(lambda w: F.cross_entropy(functional_call(result.model, views(w), (x,)), y))(w)
     assert result.history[-1]["gradient"] == pytest.approx(float(dense @ dense), rel=1e-10)
 
@@ -389,7 +391,7 @@ def test_the_margin_loss_is_the_share_of_training_samples_within_the_margin(digi
     settings = dict(rounds=3, cohort=5, lr=0.3, every=3, on="train", margin=gamma, measures=["margin"])
     result = train(digits, mlp(), engine="inline", **settings)
     assert [round for round, _ in result.curve("margin")] == [3]
-    x, y = digits.held_out("train", 0, digits.size("train"))
+    x, y = digits.dataset.train.inputs, digits.dataset.train.labels
     with torch.no_grad():
         logits = result.model(x)
     margins = [float(z[c] - max(z[j] for j in range(10) if j != c)) for z, c in zip(logits, y.tolist(), strict=True)]

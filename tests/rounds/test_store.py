@@ -295,6 +295,15 @@ def test_the_folder_of_a_process_in_another_container_is_left_alone(tmp_path):
     assert {mine.path.name, name} <= there
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_a_pipe_under_the_name_of_an_owner_keeps_nobody_waiting(tmp_path):
+    """Every user may write to /dev/shm, and knows which name is opened there."""
+    (tmp_path / "fedflat-1-theirs").mkdir()
+    os.mkfifo(tmp_path / "fedflat-1-theirs" / f"owner-{store._system()}")
+    code = f"from pathlib import Path; from fedflat.rounds import Scratch; Scratch(0, Path({str(tmp_path)!r})).close()"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
 def test_the_folder_of_another_machine_is_left_alone(tmp_path, monkeypatch):
     """Locks may not reach from one machine to another: there nothing tells a living process from a dead one."""
     theirs = tmp_path / "fedflat-1-theirs"

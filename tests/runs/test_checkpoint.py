@@ -20,11 +20,12 @@ from fedflat.errors import RunError
 from fedflat.recipe import Recipe, load
 from fedflat.rounds.state import ServerState
 from fedflat.rounds.store import Memory
-from fedflat.runs import checkpoint
+from fedflat.runs import checkpoint, manifest
 from fedflat.runs.build import load_run, prepare
-from fedflat.runs.checkpoint import Checkpoints, fingerprint, verified
+from fedflat.runs.checkpoint import Checkpoints, fingerprint
 from fedflat.runs.experiment import execute
 from fedflat.runs.folder import read_recipe
+from fedflat.runs.manifest import verified
 
 TINY = ["method=scaffold", "model.hidden=[8]", "split.clients=6", "server.cohort=2", "server.rounds=4", "local.steps=2",
         "checkpoint.every=1", "engine=inline"]  # fmt: skip
@@ -55,7 +56,7 @@ def newest(folder):
     """The round that would be gone on from, and what is said of damage; no tensor is looked at meanwhile."""
     damages = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "from_safetensors", lambda content: pytest.fail("a tensor was used"))
+        patch.setattr(manifest, "from_safetensors", lambda content: pytest.fail("a tensor was used"))
         found = Checkpoints(folder, read_recipe(folder)).newest(lambda mark: True, damages.append)
     return found.round, damages
 
@@ -151,7 +152,9 @@ def test_where_no_checkpoint_is_whole_the_run_says_so_and_touches_nothing(run):
     for path in run.glob("checkpoints/*.server.safetensors"):
         path.write_bytes(b"")
     metrics = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunError, match=r"checkpoints: none of the \d checkpoints can be used; begin anew elsewhere"):
+    with pytest.raises(
+        RunError, match=r"checkpoints: none of the \d checkpoints can be used; start again in another directory"
+    ):
         settle(run, resume=True, warn=lambda damage: None)
     assert (run / "metrics.jsonl").read_bytes() == metrics
 

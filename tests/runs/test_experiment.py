@@ -89,14 +89,14 @@ def test_evaluation_every_n_rounds_and_always_after_the_last(digits):
 
 @pytest.mark.parametrize("on", ["test", "train"])
 def test_a_run_stops_after_the_first_evaluation_whose_training_loss_is_below_stop_loss(digits, on):
-    settings = dict(model_hidden=[16], lr=0.3, engine="inline", evaluation_every=2, evaluation_on=on)
+    settings = dict(model_hidden=[16], lr=0.3, epochs=1, engine="inline", evaluation_every=2, evaluation_on=on)
     losses = dict(train(digits, rounds=8, stop_loss=1e-9, **settings).curve("train_loss"))
     assert [*losses] == [2, 4, 6, 8] and sorted(losses.values(), reverse=True) == [*losses.values()]
     bound = (losses[4] + losses[6]) / 2
     result = train(digits, rounds=8, stop_loss=bound, **settings)
     assert dict(result.curve("train_loss")) == {round: losses[round] for round in (2, 4, 6)}
     with torch.no_grad():
-        inputs, labels = digits.held_out("train", 0, digits.size("train"))
+        inputs, labels = digits.dataset.train.inputs, digits.dataset.train.labels
         assert losses[6] == pytest.approx(float(nn.functional.cross_entropy(result.model(inputs), labels)), rel=1e-5)
     facts = {name: result.summary[name] for name in ("rounds", "train_loss_last", "stop_loss", "stopped")}
     assert facts == {"rounds": 6, "train_loss_last": losses[6], "stop_loss": bound, "stopped": True}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -19,12 +20,12 @@ from torch import nn
 import fedflat
 from fedflat.errors import RecipeError, RunError
 from fedflat.federation.augment import normalise
-from fedflat.models import MODELS, build
+from fedflat.models import MODELS, Normalised, build
 from fedflat.models.source_code import source
 from fedflat.recipe import load
 from fedflat.runs.build import load_run, prepare
 from fedflat.runs.experiment import execute
-from fedflat.runs.export import Normalised, Signature, export, onnx_bytes
+from fedflat.runs.export import Signature, export, onnx_bytes
 
 QUICK = ["server.rounds=3", "engine=inline", "local.epochs=1", "checkpoint.every=1"]
 
@@ -48,7 +49,7 @@ def exported(run):
 def executed(card):
     """What each piece of the card's Python takes and gives, in a process of its own in which there is no fedflat."""
     pieces = re.findall(r"```python\n(.*?)```", card.read_text("utf-8"), re.S)
-    name = "images" if "images = " in pieces[0] else "inputs"
+    name = next(name for name in ("images", "tokens", "inputs") if f"{name} = " in pieces[0])
     whole = "import sys\nsys.modules['fedflat'] = None\n"
     for number, piece in enumerate(pieces):
         keep = f'np.savez("kept{number}.npz", inputs=np.asarray({name}), logits=np.asarray(logits))'
@@ -82,6 +83,21 @@ def test_the_tensors_are_the_runs_under_their_plain_names(run, exported):
         facts = json.loads(file.metadata()["fedflat"])
     assert (facts["model"], facts["classes"], facts["shape"]) == ("mlp", 10, [1, 8, 8])
     assert (facts["mean"], facts["std"]) == ([0.305], [0.376])
+    assert facts["network_takes"] == "(input - mean) / std"
+    with_it = onnx.load(exported["model.onnx"]).metadata_props
+    assert json.loads(next(p.value for p in with_it if p.key == "fedflat"))["network_takes"] == "input"
+
+
+def test_a_network_of_others_gets_its_normalisation_and_one_without_stays_alone(tmp_path, digits):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    fedflat.train(digits, net, rounds=1, engine="inline", out=tmp_path / "run")
+    files = {path.name: path for path in export(tmp_path / "run", onnx=False)}
+    code = files["network.py"].read_text("utf-8")
+    assert "class Normalised" in code and "def mlp" not in code
+    raw = fedflat.federate("digits", [shard.tolist() for shard in digits.shards], normalise=False)
+    fedflat.train(raw, net, rounds=1, engine="inline", out=tmp_path / "raw")
+    files = {path.name: path for path in export(tmp_path / "raw", onnx=False)}
+    assert "network.py" not in files and "Normalised" not in files["README.md"].read_text("utf-8")
 
 
 def test_the_cards_python_runs_without_fedflat_and_gives_the_models_answers(run, exported):
@@ -120,6 +136,40 @@ def test_every_networks_code_stands_alone_and_builds_the_same_network(name):
     twin.load_state_dict(network.state_dict())
     with torch.no_grad():
         assert torch.equal(twin.eval()(inputs), network.eval()(inputs))
+
+
+SMALL = {
+    "char-lstm": ["model.name=char-lstm", "model.embedding=4", "model.hidden=8", "data.predict=next"],
+    "gpt": ["model.name=gpt", "model.width=8", "model.heads=2", "model.layers=1", "data.predict=next"],
+    "lora": ["model.name=gpt", "model.width=8", "model.heads=2", "model.layers=1", "data.predict=all",
+             "model.lora={rank = 2, targets = 'attention'}"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("network", SMALL)
+def test_a_run_on_text_is_read_again_and_exported_with_its_card(network, tmp_path):
+    """Labels are those of whole windows or of every token; recipes do not say which, because the data do."""
+    texts = [{"text": f"the quick brown fox number {n} jumps over the lazy dog", "client": n % 4} for n in range(24)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    data = ["data.name=jsonl", f"data.dir={tmp_path / 'texts.jsonl'}", "data.window=12", "data.stride=12"]
+    recipe = load(None, [*QUICK, "split.name=natural", "split.clients=0", *data, *SMALL[network]])
+    trained = execute(prepare(recipe), tmp_path / "run")
+    again = load_run(tmp_path / "run")
+    tokens = again.federation.dataset.test.inputs[:3].long()
+    with torch.no_grad():
+        assert torch.equal(again.network.module.eval()(tokens), trained.model.eval()(tokens))
+    files = {path.name: path for path in export(tmp_path / "run")}
+    vocabulary, every = again.federation.dataset.vocabulary, again.task.output == "tokens"
+    for given, logits in executed(files["README.md"]):
+        assert given.dtype == torch.int64 and given.shape == (4, 12) and int(given.max()) < vocabulary
+        assert logits.shape == ((4, 12, vocabulary) if every else (4, vocabulary))
+        torch.testing.assert_close(logits, again.network.module(given).detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", ["per_token=true", "classes=3", "vocabulary=9", "shape=[3]"])
+def test_what_follows_from_the_data_cannot_be_set(option):
+    with pytest.raises(RecipeError, match=f"model mlp: {option.partition('=')[0]} follows from the data"):
+        prepare(load(None, [*QUICK, f"model.{option}"]))
 
 
 def test_the_card_says_data_method_paper_rounds_and_which_accuracy(run, exported):
@@ -189,11 +239,10 @@ def test_numbers_that_are_no_pixels_and_double_precision_are_exported_as_they_ar
         torch.testing.assert_close(logits, answer(run, inputs), rtol=0, atol=1e-6)
 
 
-def test_a_federation_made_in_python_is_exported_in_python(tmp_path, digits):
-    result = fedflat.train(digits, rounds=1, engine="inline", out=tmp_path / "run")
-    with pytest.raises(RunError, match=r"its federation was made in Python; call fedflat\.runs\.export\.export"):
-        export(tmp_path / "run")
-    files = {path.name: path for path in export(tmp_path / "run", onnx=False, federation=digits)}
+def test_a_split_made_in_python_is_exported(tmp_path, digits):
+    listed = fedflat.federate("digits", [shard.tolist() for shard in digits.shards])
+    result = fedflat.train(listed, rounds=1, engine="inline", out=tmp_path / "run")
+    files = {path.name: path for path in export(tmp_path / "run", onnx=False)}
     assert "The split among 8 clients is made in Python" in files["README.md"].read_text("utf-8")
     tensors = load_file(files["model.safetensors"])
     assert all(torch.equal(tensors[name], tensor) for name, tensor in result.model.state_dict().items())
@@ -226,7 +275,8 @@ def test_a_network_that_onnx_cannot_hold_is_one_sentence(network, sentence, capf
 
 def test_the_normalisation_in_the_file_is_the_one_in_training():
     images = torch.randint(256, (2, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    inside = Normalised(nn.Identity(), signature("mine", (3, 4, 4)))(images / 255)
+    inside = signature("mine", (3, 4, 4)).normalised(nn.Identity())(images / 255)
+    assert isinstance(signature("mine").normalised(nn.Identity()), Normalised)
     torch.testing.assert_close(inside, normalise(images, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
 
 

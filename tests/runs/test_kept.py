@@ -10,6 +10,7 @@ from fedflat.runs.experiment import execute
 from fedflat.runs.kept import kept_checkpoints, kept_models, local_round, located
 
 TINY = ["split.clients=6", "split.alpha=0.5", "model.hidden=[8]", "server.rounds=5", "server.cohort=3", "local.lr=0.1"]
+TINY += ["server.average=uniform"]
 
 
 @pytest.fixture(scope="module", params=["fedavg", "feddyn"])

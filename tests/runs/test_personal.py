@@ -29,11 +29,12 @@ from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
 from fedflat.randomness import generator
 from fedflat.recipe import Local, load
-from fedflat.rounds.client import Problem
+from fedflat.rounds.setup import Problem
 from fedflat.runs.build import last_lr, load_run, prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.neighbours import Mixture, Neighbours, nearest_labels
 from fedflat.runs.personal import ALONE, Personal, personalise, save, summary
+from fedflat.tasks import TASKS
 
 SIZE = 40  # of the digits' test part there are about 35 samples of a class
 
@@ -351,8 +352,9 @@ def test_a_loaded_run_is_the_model_it_ended_with_and_its_last_learning_rate(runs
     assert last_lr(recipe, rounds=3) == pytest.approx(0.1 * 0.9**2)
 
 
-def test_a_run_on_a_federation_made_in_python_is_loaded_with_it(digits, tmp_path):
-    result = train(digits, "mlp", rounds=1, engine="inline", out=tmp_path)
+def test_a_run_whose_federation_is_nowhere_is_loaded_with_it(digits, tmp_path):
+    result = train(replace(digits, origin=None), "mlp", rounds=1, engine="inline", out=tmp_path)
+    (tmp_path / "split.npz").unlink()
     with pytest.raises(RunError, match="its federation was made in Python"):
         load_run(tmp_path)
     problem = load_run(tmp_path, digits)
@@ -454,6 +456,19 @@ def test_labels_that_are_no_classes_are_refused(regression):
         personalise(problem, problem.network.weights)
 
 
+def test_clients_with_test_samples_of_their_own_are_judged_by_the_metric_of_the_task(regression):
+    federation = replace(regression, tests=regression.shards)
+    problem = Problem.of(
+        federation, Network(nn.Linear(3, 1), torch.float64), Method(), Local(), task=TASKS["regression"]
+    )
+    results = personalise(problem, problem.network.weights, epochs=(3,), lr=0.1)
+    for result, shard in zip(results, regression.shards, strict=True):
+        x, y = (part[shard] for part in (federation.dataset.test.inputs, federation.dataset.test.labels))
+        r2 = 1 - float((problem.network.module(x).detach() - y).square().sum() / (y - y.mean()).square().sum())
+        assert result.accuracy_before == pytest.approx(r2)
+        assert result.accuracy_before < result.accuracy_after <= 1
+
+
 def test_a_walk_that_leaves_the_finite_numbers_names_the_client(digits):
     problem = Problem.of(digits, net(), Method(), Local(lr=1e12))
     with pytest.raises(TrainingError, match=r"client \d: its model is no longer finite"):
@@ -530,3 +545,35 @@ def test_runs_are_looked_at_before_the_first_is_worked_on(copies, capsys):
     with pytest.raises(RunError, match=r"^fedbabu: the run is not finished"):
         personalize("fedavg", "fedbabu")
     assert not list(copies.glob("*/personal-*")) and capsys.readouterr().out == ""
+
+
+class Shaken(nn.Module):
+    """Dropout, and batch statistics whose weights are counted by an integer buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(12, momentum=None)
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), norm, nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 10))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+@pytest.mark.parametrize("how", ["finetune", "perfedavg", "knn", "local"])
+def test_workers_change_no_bit(digits, how):
+    problem = Problem.of(digits, Network(Shaken()), parse("fedavg"), Local(batch=0, lr=0.05, momentum=0.5), seed=3)
+    start, seen = problem.network.weights.clone(), []
+    for workers in (1, 2, 3):
+        torch.manual_seed(workers)
+        torch.rand(workers)
+        seen.append(personalise(problem, start, (0, 2), how, size=SIZE, workers=workers))
+        assert torch.equal(problem.network.weights, start)
+    assert seen[0] == seen[1] == seen[2]
+    assert [result.client for result in seen[0]] == [client for client in range(digits.clients) for _ in range(2)]
+
+
+def test_a_client_that_diverges_in_a_worker_is_named(digits):
+    problem = Problem.of(digits, net(), parse("fedavg"), Local(batch=20, lr=0.05))
+    with pytest.raises(TrainingError, match=r"client \d: its model is no longer finite; the learning rate 1e\+30"):
+        personalise(problem, problem.network.weights.clone(), (1,), lr=1e30, size=SIZE, workers=2)

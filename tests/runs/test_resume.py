@@ -18,8 +18,8 @@ from fedflat.cli import main
 from fedflat.errors import RunError, TrainingError
 from fedflat.recipe import load
 from fedflat.runs.build import prepare
-from fedflat.runs.checkpoint import verified
 from fedflat.runs.experiment import execute
+from fedflat.runs.manifest import verified
 
 CRASH = Path(__file__).parents[2] / "benchmarks" / "crash.py"
 TINY = ["model.hidden=[8]", "split.clients=6", "server.cohort=3", "server.rounds=5", "checkpoint.every=2",
@@ -158,7 +158,7 @@ def test_a_signal_lets_the_round_finish_saves_it_and_says_how_to_go_on(fedflat, 
     (tmp_path / "hold").unlink()
     assert run.ended()[0] == code
     done = lines(tmp_path / "run")
-    assert f"stopped after round {done} of 100000; go on with: fedflat resume run" in run.ended()[1]
+    assert f"stopped after round {done} of 100000; continue with: fedflat resume run" in run.ended()[1]
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("*.json")] == [f"{done:08}.json"]
     longer = f"server.rounds={done + 1}"
     assert fedflat("resume", "run", "--trust", "--set", longer).ended()[0] == 0
@@ -267,7 +267,7 @@ def test_an_empty_directory_is_a_run_that_has_yet_to_begin(fedflat, tmp_path):
     code, said = fedflat("resume", "run").ended()
     assert (code, "run: no run is here" in said) == (6, True)
     code, said = fedflat("run", "--resume").ended()
-    assert (code, "--resume: say by --out which run" in said) == (2, True)
+    assert (code, "--resume: name the run to continue with --out" in said) == (2, True)
     settings = ["--set", *TINY, "engine=inline"]
     assert fedflat("run", *settings, "--out", "run", "--resume").ended()[0] == 0
     settle(tmp_path / "whole")
@@ -278,7 +278,7 @@ def test_a_comparison_is_resumed_with_the_methods_that_are_left(fedflat, tmp_pat
     settle(tmp_path / "both/fedavg")
     settings = ["--set", *TINY, "engine=inline", "--method", "fedavg", "--method", "scaffold", "--out", "both"]
     code, said = fedflat("run", *settings).ended()
-    assert (code, "both/fedavg: already holds a run; go on with it by `fedflat resume" in said) == (6, True)
+    assert (code, "both/fedavg: already holds a run; continue it with `fedflat resume" in said) == (6, True)
     assert fedflat("run", *settings, "--resume").ended()[0] == 0
     settle(tmp_path / "whole", "method=scaffold")
     assert outcome(tmp_path / "both/scaffold") == outcome(tmp_path / "whole")
@@ -288,7 +288,7 @@ def test_a_run_is_resumed_with_the_recipe_that_it_began_with(tmp_path):
     settle(tmp_path / "run", "server.rounds=2")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for other, sentence in (
-        ("local.lr=0.5", r"run: was begun with local\.lr = 0\.1, not 0\.5; resume it as it was, or begin anew"),
+        ("local.lr=0.5", r"run: was begun with local\.lr = 0\.1, not 0\.5; resume it as it was, or start a new run"),
         ("method=fedsam", r"run: was begun with method = 'fedavg', not 'fedsam\(rho=0\.1\)'"),
     ):
         with pytest.raises(RunError, match=sentence):
@@ -319,7 +319,7 @@ def test_a_signal_to_the_whole_group_as_batch_systems_send_it_costs_no_client(tm
     os.killpg(process.pid, signal.SIGTERM)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 143, said
-    assert "go on with: fedflat resume run" in said
+    assert "continue with: fedflat resume run" in said
     assert "refused" not in metrics.read_text()
 
 

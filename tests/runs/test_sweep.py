@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,7 +23,17 @@ from fedflat.methods.parser import parse, spell
 from fedflat.recipe import load
 from fedflat.runs.build import gather, prepare
 from fedflat.runs.experiment import execute
-from fedflat.runs.sweep import jobs_for, load_sweep, shipped, summarised
+from fedflat.runs.lock import RunLock
+from fedflat.runs.sweep import (
+    collect,
+    jobs_for,
+    load_sweep,
+    refuse_other_settings,
+    shipped,
+    summarised,
+    throughput,
+    write_results,
+)
 from fedflat.runs.sweep.overrides import flattened
 from fedflat.runs.sweep.results import columns, finished, mean_and_std, read_rows, save_result
 
@@ -284,6 +295,52 @@ def test_runs_at_a_time_are_bounded_by_cores_memory_and_the_grid():
     assert jobs_for(4, 2, 8 * gigabyte) == 2
     assert jobs_for(4, 100, 3 * gigabyte) == 3
     assert jobs_for(4, 100, gigabyte // 2) == 1
+
+
+def timed_trial(monkeypatch, rates, seconds=1.0):
+    """Replace the trials by given rounds per second; return the layouts that are tried."""
+    tried, clock = [], iter(range(0, 10**6))
+
+    def trial(point, layout, trust):
+        tried.append(layout)
+        return rates[layout]
+
+    monkeypatch.setattr(throughput, "trial", trial)
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: next(clock) * seconds)
+    return tried
+
+
+@pytest.mark.parametrize(
+    ("rates", "best"), [((9.0, 5.0, 3.0), (4, 1)), ((2.0, 7.0, 6.0), (2, 2)), ((1.0, 2.0, 3.0), (1, 4))]
+)
+def test_the_cores_are_divided_as_it_is_fastest(tmp_path, monkeypatch, rates, best):
+    sweep = load_sweep(written(tmp_path, "server.rounds = 1000\n[grid]\nseed = [0, 1, 2, 3, 4]\n"))
+    choices = throughput.layouts(4, 4)
+    tried = timed_trial(monkeypatch, dict(zip(choices, rates, strict=True)))
+    assert throughput.fastest(sweep, tmp_path, 4, 4, False) == (best, dict(zip(choices, rates, strict=True)))
+    assert tried == choices
+
+
+@pytest.mark.parametrize(
+    ("rounds", "seconds", "more", "trials"),
+    [(10, 1.0, "", 0), (1000, 1.0, "engine.workers = 2", 0), (1000, 300.0, "", 1), (1000, 1.0, "", 2)],
+    ids=["short sweep", "workers are set", "a trial takes long", "worth it"],
+)
+def test_a_trial_must_be_worth_its_time(tmp_path, monkeypatch, rounds, seconds, more, trials):
+    text = f"server.rounds = {rounds}\n{more}\n[grid]\nseed = [0, 1, 2]\n"
+    sweep = load_sweep(written(tmp_path, text))
+    tried = timed_trial(monkeypatch, {(2, 1): 2.0, (1, 2): 1.0}, seconds)
+    assert throughput.fastest(sweep, tmp_path, 2, 2, False)[0] == (2, 1)
+    assert len(tried) == trials
+
+
+def test_a_trial_trains_a_few_rounds_aside_and_a_run_that_fails_has_no_rate(tmp_path):
+    sweep = load_sweep(written(tmp_path, "server.rounds = 1000\n[grid]\nseed = [0]\n"))
+    before = {*tmp_path.iterdir()}
+    assert throughput.trial(sweep.points[0], (1, 1)) > 0
+    lost = replace(sweep.points[0], recipe=sweep.points[0].recipe.model_copy(update={"method": "no such"}))
+    assert throughput.trial(lost, (1, 1)) == 0.0
+    assert {*tmp_path.iterdir()} == before
 
 
 @settings(deadline=None)
@@ -555,3 +612,64 @@ def test_the_columns_of_a_spectrum_are_read_from_todays_files_and_from_those_of_
     assert found == {
         "lambda1": 4.0, "trace": 7.0, "trace_low": 5.0, "trace_high": 9.0, "lambda5": -2.0, "lambda1/lambda5": None,
     }  # fmt: skip
+
+
+def test_a_run_that_does_not_contain_a_label_is_trained_once_and_has_none(tmp_path):
+    text = """
+        [grid]
+        method = ["fedavg", "fedsam(rho={rho})", "fedsam(rho={rho}) + man({zeta})"]
+        rho = [0.05, 0.1]
+        zeta = [0.1, 0.2]
+        seed = [0]
+    """
+    sweep = load_sweep(written(tmp_path, text))
+    assert [(p.recipe.method, p.values.get("rho"), p.values.get("zeta")) for p in sweep.points] == [
+        ("fedavg", None, None),
+        ("fedsam(rho=0.05)", 0.05, None),
+        ("fedsam(rho=0.1)", 0.1, None),
+        ("fedsam(rho=0.05) + man(0.1)", 0.05, 0.1),
+        ("fedsam(rho=0.05) + man(0.2)", 0.05, 0.2),
+        ("fedsam(rho=0.1) + man(0.1)", 0.1, 0.1),
+        ("fedsam(rho=0.1) + man(0.2)", 0.1, 0.2),
+    ]
+    assert [p.slug for p in sweep.only(["rho=0.1", "zeta=0.2"]).points] == [
+        "fedsam-rho=-rho-man-zeta_rho=0.1_zeta=0.2_seed=0"
+    ]
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """A finished sweep of two runs."""
+    monkeypatch.chdir(tmp_path)
+    text = 'data.limit = 100\nmodel.hidden = [4]\nserver.rounds = 2\nengine = "inline"\n[grid]\nlocal.lr = [0.1, 0.2]'
+    sweep = load_sweep(written(tmp_path, text))
+    for point in sweep.points:
+        folder = tmp_path / "sweeps/mine" / point.slug
+        execute(prepare(point.recipe), folder)
+        save_result(folder, point, "full", [])
+    write_results(tmp_path / "sweeps/mine", collect(tmp_path / "sweeps/mine", sweep))
+    return tmp_path / "sweeps/mine"
+
+
+@pytest.mark.parametrize(("setting", "told"), [
+    ("local.batch=20", "lr=0.1 for example has local.batch = 10, and now it is 20; choose another --out"),
+    ("server.rounds=1", "lr=0.1 for example has server.rounds = 2, and now it is 1; choose another --out"),
+])  # fmt: skip
+def test_other_settings_for_a_finished_sweep_are_refused_and_leave_its_results(trained, setting, told):
+    before = {path: path.read_bytes() for path in trained.rglob("*.*[!k]") if path.is_file()}
+    with pytest.raises(RunError, match=rf"2 of 2 runs have other settings, {re.escape(told)}"):
+        app(["sweep", "mine.toml", "--set", setting], standalone_mode=False)
+    assert {path: path.read_bytes() for path in trained.rglob("*.*[!k]") if path.is_file()} == before
+    assert len(read_rows(trained)) == 2
+
+
+def test_more_rounds_continue_a_finished_sweep(trained):
+    sweep = load_sweep("mine.toml", None, ["server.rounds=3"])
+    refuse_other_settings(trained, sweep)
+
+
+def test_two_sweeps_do_not_work_in_one_directory(trained, capsys):
+    with RunLock(trained, "sweep"), pytest.raises(RunError, match="another process is working on this sweep"):
+        app(["sweep", "mine.toml"], standalone_mode=False)
+    app(["sweep", "mine.toml"], standalone_mode=False)
+    assert "written to sweeps/mine" in capsys.readouterr().out

@@ -1,0 +1,56 @@
+"""A building block that computes something in a cheaper form against the plain form of PyTorch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import vmap
+
+from fedflat.models.blocks import Convolution
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("size", "stride", "padding", "image"),
+    [
+        (3, 1, 1, (1, 1)),  # one tap of nine meets the pixel
+        (2, 2, 1, (1, 1)),  # a tap at the edge
+        (3, 2, 1, (2, 2)),  # one position, four taps
+        (3, 2, 1, (1, 2)),
+        (3, 1, 0, (3, 3)),  # one position, all taps
+        (1, 2, 0, (2, 2)),  # one position, pixels that no tap meets
+        (5, 4, 2, (2, 4)),
+        (3, 1, 1, (2, 2)),  # more weights than inputs
+        (3, 1, 1, (1, 2)),
+        (3, 1, 1, (9, 9)),  # the usual form
+        (3, 2, 1, (3, 3)),  # two positions
+    ],
+)
+def test_convolution_is_torchs_with_its_first_and_second_derivatives(size, stride, padding, image, bias, layout):
+    torch.manual_seed(0)
+    ours = Convolution(4, 30, size, stride, padding, bias).double()
+    plain = nn.Conv2d(4, 30, size, stride, padding, bias=bias).double()
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(3, 4, *image, dtype=torch.float64).to(memory_format=layout)
+    for mine, theirs in zip(_derivatives(ours, x), _derivatives(plain, x), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+def _derivatives(conv: nn.Conv2d, x: Tensor) -> list[Tensor]:
+    """The output, the gradients of Σ y³ for inputs and parameters, and the gradients of their squared norm."""
+    x = x.clone().requires_grad_()
+    variables = [x, *conv.parameters()]
+    y = conv(x)
+    first = torch.autograd.grad(y.pow(3).sum(), variables, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), variables)
+    return [y, *first, *second]
+
+
+@pytest.mark.parametrize("image", [1, 2, 4])
+def test_convolution_runs_for_several_clients_at_once(image):
+    torch.manual_seed(0)
+    conv, x, weights = Convolution(2, 3, 3, 2, 1), torch.randn(4, 5, 2, image, image), torch.randn(4, 3, 2, 3, 3)
+    one = lambda w, batch: torch.func.functional_call(conv, {"weight": w, "bias": conv.bias}, (batch,))  # noqa: E731
+    for y, w, batch in zip(vmap(one)(weights, x), weights, x, strict=True):
+        torch.testing.assert_close(y, F.conv2d(batch, w, conv.bias, 2, 1))

@@ -1,0 +1,76 @@
+"""docs/results.md is what the committed results say, to the byte, and so are its figures."""
+
+import io
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from fedflat.report.results_page import pages, states
+from fedflat.report.svg_plots import curves, forest, ticks
+from fedflat.report.verdicts import claim_list, effect_text, verdict_list
+from fedflat.runs import Effect
+from fedflat.runs.claims import judge
+
+DOCS = Path(__file__).parents[2] / "docs"
+FIGURES = ("figures/claims", "figures/methods")
+
+
+@pytest.fixture(scope="module")
+def generated():
+    return pages()
+
+
+def test_the_page_and_its_figures_are_rebuilt_to_the_byte(generated):
+    there = {f"{folder}/{path.name}" for folder in FIGURES for path in (DOCS / folder).glob("*.svg")}
+    assert there == {name for name in generated if name.endswith(".svg")}, "run: make results"
+    for name, text in generated.items():
+        assert (DOCS / name).read_text("utf-8") == text, f"{name}: run: make results"
+
+
+def test_every_claim_has_its_section_and_every_figure_is_shown(generated):
+    page = generated["results.md"]
+    for state in states():
+        assert f"## {state.claim.title}\n" in page and f"](#{state.claim.name})" in page
+        assert (f"figures/claims/{state.claim.name}.svg" in page) == bool(state.known)
+    shown = set(re.findall(r"\]\((figures/[^)]+)\)", page))
+    assert shown == {name for name in generated if name.startswith("figures/claims/")}
+
+
+def test_figures_are_well_formed_and_hold_no_names_as_markup(generated):
+    for name, text in generated.items():
+        if name.endswith(".svg"):
+            ElementTree.fromstring(text)
+    hostile = Effect("<script>&", judge([1.0, 2.0], 0.0, "higher"), 0.0, "higher", "difference", (1.0, 2.0))
+    root = ElementTree.fromstring(forest([hostile], "a & b"))
+    assert any("<script>&" in (each.text or "") for each in root.iter())
+
+
+def test_a_curve_goes_where_its_values_are():
+    svg = curves({"one": [[(1, 0.0), (2, 1.0)]], "two": [[(1, 0.5), (2, 0.5)]]}, "t")
+    first, second = re.findall(r'<polyline points="([^"]+)"', svg)
+    heights = [[float(pair.split(",")[1]) for pair in line.split()] for line in (first, second)]
+    assert heights[0][0] > heights[1][0] == heights[1][1] > heights[0][1], "up is more"
+    assert ticks(0, 40) == [0, 10, 20, 30, 40]
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_terminal_shows_every_part_in_its_width(width):
+    found = states()
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(verdict_list(found))
+    console.print(claim_list(found))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    for state in found:
+        assert words.count(state.claim.name) >= 2
+        for effect in state.effects:
+            assert all(word in words for word in f"{effect.name} {effect_text(effect)}".split())
+
+
+def test_a_ratio_is_marked():
+    ratio = Effect("λ₁", judge([0.0], 0.0, "lower"), 1.0, "lower", "ratio", (0.0,))
+    assert effect_text(ratio).startswith("× ")

@@ -1,0 +1,298 @@
+"""Claims: hypotheses that mean one thing, verdicts with the error rates of their interval, and nothing run twice."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedflat.cli import app
+from fedflat.errors import RecipeError, RunError
+from fedflat.runs.build import prepare
+from fedflat.runs.claims import (
+    Evidence,
+    concluded,
+    digest,
+    further_seeds,
+    judge,
+    load_claim,
+    load_studies,
+    shipped_claims,
+    shipped_evidence,
+    state_of,
+)
+from fedflat.runs.claims.effect import pooled_tau
+from fedflat.runs.experiment import execute
+from fedflat.runs.sweep import load_sweep
+from fedflat.runs.sweep.results import finished, save_result
+
+REPETITIONS = 200
+STUDY = """
+preset = "none"
+data = "digits"
+model = { name = "mlp", hidden = [8] }
+split = { name = "dirichlet", clients = 4, alpha = 1.0 }
+local = { batch = 50 }
+server = { rounds = 2, cohort = 2 }
+
+[grid]
+method = ["fedavg", "fedprox(0.0)"]
+rate = ["usual", "tiny"]
+seed = [0, 1, 2]
+
+[[override]]
+when = { rate = "usual" }
+set = { local.lr = 0.2 }
+
+[[override]]
+when = { rate = "tiny" }
+set = { local.lr = 1e-6 }
+"""
+CLAIM = """
+title = "Training helps"
+paper = "Folklore"
+here = "Digits"
+study = "rates"
+
+[[part]]
+name = "accuracy"
+quantity = "accuracy_last"
+of = { method = "fedavg", rate = "usual" }
+against = { method = "fedavg", rate = "tiny" }
+direction = "higher"
+"""
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """A directory with one study, and a function that writes a claim about it."""
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "studies" / "rates.toml").write_text(STUDY)
+
+    def written(text: str, name: str = "mine") -> Path:
+        path = tmp_path / f"{name}.toml"
+        path.write_text(text)
+        return path
+
+    return tmp_path, written
+
+
+@pytest.fixture(scope="module")
+def evidence(tmp_path_factory):
+    """The results of the study, whose runs were made in this process as its jobs would."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "rates.toml").write_text(STUDY)
+    study, known = load_sweep(folder / "rates.toml"), Evidence()
+    for point in study.points:
+        execute(prepare(point.recipe), folder / point.slug)
+        save_result(folder / point.slug, point, study.scale, [])
+    known.gather(study, folder)
+    return known
+
+
+def changed(**fields: str) -> str:
+    """The claim with other lines in its part."""
+    lines = [line for line in CLAIM.splitlines() if line.partition(" =")[0] not in fields]
+    return "\n".join([*lines, *(f"{name} = {value}" for name, value in fields.items())])
+
+
+def judged(path, evidence):
+    claim = load_claim(path)
+    return state_of(claim, load_studies(claim, path.parent), evidence)
+
+
+def test_a_better_an_equal_and_a_worse_method_on_a_real_federation(bench, evidence):
+    _, written = bench
+    assert judged(written(CLAIM), Evidence()).verdict == "not run yet"
+    better = judged(written(CLAIM), evidence)
+    assert better.verdict == "holds" and better.runs == better.known == 6 and better.effects[0].finding.seeds == 3
+    worse = changed(direction='"lower"')
+    assert judged(written(worse), evidence).verdict == "does not hold"
+    equal = changed(of='{ method = "fedprox(0.0)", rate = "usual" }', against='{ method = "fedavg", rate = "usual" }')
+    assert judged(written(equal), evidence).word == "undecided"
+    # FedProx with μ = 0 is FedAvg to the bit: no number of seeds could tell them apart.
+    assert "more than 1,000" in judged(written(equal), evidence).verdict
+    nearly = judged(written(equal + "\nbound = -0.01"), evidence)
+    assert nearly.verdict == "holds", "equal is no loss beyond a margin"
+
+
+def test_the_error_rates_are_what_the_interval_promises():
+    """Effects of one deviation over five seeds: planted well above the bound, at it, and well below."""
+    chance = np.random.default_rng(3)
+    words = {
+        shift: [judge(chance.normal(shift, 1.0, 5), 0.0, "higher").word for _ in range(REPETITIONS)]
+        for shift in (3.0, 0.0, -3.0)
+    }
+    assert words[3.0].count("does not hold") == 0 == words[-3.0].count("holds")
+    assert words[3.0].count("holds") > 0.95 * REPETITIONS < words[-3.0].count("does not hold") + 10
+    wrong = [words[0.0].count(word) for word in ("holds", "does not hold")]
+    # 2.5 % on each side: 5 of 200 are expected, and more than 12 would be one case in a thousand.
+    assert max(wrong) <= 12 and sum(wrong) >= 1
+
+
+def test_an_interval_covers_the_true_effect_in_19_of_20_repetitions():
+    chance = np.random.default_rng(5)
+    found = [judge(chance.normal(0.3, 2.0, 4), 0.0, "higher") for _ in range(5 * REPETITIONS)]
+    assert 0.93 < np.mean([each.low <= 0.3 <= each.high for each in found]) < 0.97
+
+
+def test_a_claim_of_many_parts_keeps_the_error_rate_of_one():
+    """Eight parts exactly at the bound: without a correction one in six claims would be refuted."""
+    chance = np.random.default_rng(7)
+    claims = [[(chance.normal(0, 1, 5), 0.0, "higher") for _ in range(8)] for _ in range(REPETITIONS)]
+    refuted = sum(concluded(parts)[0] == "does not hold" for parts in claims)
+    naive = sum(any(judge(*part).word == "does not hold" for part in parts) for parts in claims)
+    assert refuted <= 12 and naive > 20
+    supported = sum(concluded(parts, "any")[0] == "holds" for parts in claims)
+    assert supported <= 12
+
+
+def test_a_claim_holds_if_all_parts_do_and_any_needs_but_one():
+    yes, no = ([1.0, 1.1, 0.9, 1.0], 0.0, "higher"), ([1.0, 1.1, 0.9, 1.0], 0.0, "lower")
+    maybe, none = ([1.0, -1.0, 0.5], 0.0, "higher"), ([], 0.0, "higher")
+    assert [concluded(parts)[0] for parts in ([yes, yes], [yes, no], [yes, maybe], [maybe, no])] == [
+        "holds", "does not hold", "undecided", "does not hold",
+    ]  # fmt: skip
+    assert concluded([yes, none])[0] == "not run yet" and concluded([no, none])[0] == "does not hold"
+    assert concluded([yes, no], "any")[0] == "holds" and concluded([no, no], "any")[0] == "does not hold"
+
+
+def test_the_promised_number_of_seeds_decides():
+    """With effects that keep mean and deviation, one seed less leaves it open and the promised number does not."""
+    base = [1.5, -0.5, 1.0, -0.2]
+    more = judge(base, 0.0, "higher").more
+    mean, deviation = np.mean(base), np.std(base, ddof=1)
+
+    def continued(n):
+        raw = np.resize([1.0, -1.0], n)
+        raw = (raw - raw.mean()) / raw.std(ddof=1)
+        return mean + deviation * raw
+
+    assert judge(continued(4 + more), 0.0, "higher").word == "holds"
+    assert judge(continued(4 + more - 1), 0.0, "higher").word == "undecided"
+    assert further_seeds(4, 0.0, 1.0) is None and judge([1.0], 0.0, "higher").more == 1
+
+
+def test_rounds_to_target_count_a_run_that_never_gets_there_as_one_more(bench, evidence):
+    _, written = bench
+    path = written(changed(quantity='"rounds_to_target"', target="0.999", direction='"lower"'))
+    (effect,) = judged(path, evidence).effects
+    assert effect.means == (3.0, 3.0) and set(effect.values) == {0.0}
+
+
+def test_results_are_kept_as_lines_and_found_again_by_their_digest(bench, evidence):
+    folder, _ = bench
+    study = load_sweep(folder / "studies" / "rates.toml")
+    evidence.write(study, folder / "kept")
+    again = Evidence.read([folder / "kept"])
+    assert again.rows == json.loads(json.dumps(evidence.rows))
+    assert not again.missing(study, study.points)
+    other = load_sweep(folder / "studies" / "rates.toml", overrides=["local.momentum=0.5"])
+    assert len(again.missing(other, other.points)) == len(other.points), "other settings are other runs"
+    longer = load_sweep(folder / "studies" / "rates.toml", overrides=["server.rounds=3"])
+    assert digest(longer.points[0]) != digest(study.points[0])
+    elsewhere = load_sweep(folder / "studies" / "rates.toml", overrides=["engine.workers=2", "data.dir=/tmp"])
+    assert digest(elsewhere.points[0]) == digest(study.points[0]), "where it runs does not matter"
+    before = (folder / "kept" / "rates.jsonl").read_bytes()
+    again.write(study, folder / "kept")
+    assert (folder / "kept" / "rates.jsonl").read_bytes() == before
+
+
+def test_a_damaged_line_is_named(bench):
+    folder, _ = bench
+    kept = folder / "kept"
+    kept.mkdir()
+    (kept / "rates.jsonl").write_text('{"digest": "0", "values": {}, "metrics": {"a": "x"}, "curve": []}\n')
+    with pytest.raises(RunError, match=r"rates\.jsonl: line 1 is not a valid result"):
+        Evidence.read([kept])
+    (kept / "rates.jsonl").write_text('{"other": "form"}\n{"')
+    with pytest.raises(RunError, match="line 2 is not JSON"):
+        Evidence.read([kept])
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"direction": '"sideways"'}, "direction"),
+        ({"quantity": '"rounds_to_target"'}, "needs one"),
+        ({"compare": '"ratio"', "bound": "-1.0"}, "above 0"),
+        ({"of": '{ method = "fedsam" }'}, "no run of the study rates"),
+        ({"of": '{ method = "fedavg" }'}, "several runs of one seed"),
+        ({"study": '"../rates"'}, "there is no study"),
+        ({"colour": "1"}, "colour"),
+    ],
+)
+def test_a_claim_that_means_nothing_is_refused(bench, fields, sentence):
+    _, written = bench
+    path = written(changed(**fields))
+    with pytest.raises(RecipeError, match=sentence):
+        load_studies(load_claim(path), path.parent)
+
+
+def test_the_command_trains_what_is_missing_and_nothing_twice(bench, capsys, monkeypatch):
+    folder, written = bench
+    monkeypatch.chdir(folder)
+    few = STUDY.replace("seed = [0, 1, 2]", "seed = [0]").replace('["fedavg", "fedprox(0.0)"]', '["fedavg"]')
+    (folder / "studies" / "rates.toml").write_text(few)
+    path = written(CLAIM)
+    app(["claims", str(path), "--list", "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)[0]["known"] == 0
+    app(["claims", str(path), "--jobs", "2", "--json"], standalone_mode=False)
+    (state,) = json.loads(capsys.readouterr().out)
+    assert state["known"] == 2 and state["verdict"] == "undecided (would need 1 more seed)"
+    monkeypatch.setattr("fedflat.runs.sweep.Jobs.run", lambda *_: pytest.fail("it trained again"))
+    for each in (folder / "sweeps" / "rates").iterdir():
+        each.rename(folder / f"moved-{each.name}")  # the lines are enough
+    app(["claims", str(path), "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out) == [state]
+    app(["claims", str(path)], standalone_mode=False)
+    assert "accuracy" in capsys.readouterr().out
+
+
+def test_a_measure_that_ranks_by_construction_has_tau_one_and_noise_has_none():
+    chance = np.random.default_rng(0)
+    clusters = [[(x, 2 * x + 5 * cluster) for x in chance.normal(size=6)] for cluster in range(8)]
+    within = [[(x, y - 5 * cluster) for x, y in each] for cluster, each in enumerate(clusters)]
+    assert pooled_tau(within) == (1.0, 1.0, 1.0)
+    tau, low, high = pooled_tau([[(x, chance.normal()) for x, _ in each] for each in clusters])
+    assert low < 0 < high and low <= tau <= high
+
+
+@pytest.mark.parametrize("name", shipped_claims())
+def test_every_claim_that_comes_along_can_be_tested(name):
+    claim = load_claim(name)
+    studies = load_studies(claim)
+    assert all(claim.points(study) for study in studies.values())
+    state = state_of(claim, studies, Evidence.read([shipped_evidence()]))
+    assert state.verdict and len(state.effects) >= len(claim.part)
+
+
+def test_committed_results_belong_to_the_studies_as_they_are():
+    """A study whose settings were changed has no results; its old lines would only mislead."""
+    evidence = Evidence.read([shipped_evidence()])
+    for path in sorted((shipped_claims()["man-cost"].parent / "studies").glob("*.toml")):
+        study = load_sweep(path)
+        known = {digest(point) for point in study.points}
+        assert evidence.rows.get(study.name, {}).keys() <= known, study.name
+
+
+def test_grid_order_decides_the_order_of_lines_not_the_order_of_runs(bench):
+    folder, _ = bench
+    study = load_sweep(folder / "studies" / "rates.toml")
+    rows = {digest(p): {"digest": digest(p), "values": p.values, "metrics": {}, "curve": []} for p in study.points}
+    Evidence({"rates": dict(reversed(rows.items()))}).write(study, folder / "a")
+    Evidence({"rates": rows}).write(replace(study), folder / "b")
+    assert (folder / "a" / "rates.jsonl").read_bytes() == (folder / "b" / "rates.jsonl").read_bytes()
+
+
+def test_a_run_of_an_earlier_version_counts_if_the_new_fields_have_their_defaults(bench):
+    folder, _ = bench
+    point = load_sweep(folder / "studies" / "rates.toml").points[0]
+    asked = point.asked()
+    del asked["evaluation"]["validation"]
+    (folder / "result.json").write_text(json.dumps({"asked": asked}))
+    assert finished(folder, point)
+    asked["local"]["lr"] = 0.3
+    (folder / "result.json").write_text(json.dumps({"asked": asked}))
+    assert not finished(folder, point)

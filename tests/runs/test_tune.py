@@ -1,0 +1,227 @@
+"""Tuning: equal budgets, a planted optimum for a fraction of the grid, test samples never seen, and kill -9."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+import torch
+
+from fedflat import federate
+from fedflat.cli import app
+from fedflat.errors import RecipeError, RunError, SplitError
+from fedflat.recipe import load
+from fedflat.runs.build import prepare
+from fedflat.runs.experiment import execute
+from fedflat.runs.sweep import load_sweep
+from fedflat.runs.tune import Plan, final_sweep, promoted, read_space, rungs, search, spent, to_optuna
+
+SMALL = (
+    "data.limit=300", 'model={name="mlp", hidden=[8]}', "split.clients=4", "split.alpha=1.0", "server.cohort=2",
+    "engine.name=inline", "local.epochs=1",
+)  # fmt: skip
+RATES = "local.lr=1e-9,1e-8,1e-7,1e-6,0.2,1e-5,1e-4,3e-4,1e-3"  # only one of them learns anything in nine rounds
+
+
+def here(sweep, folder):
+    """Train in this process what jobs would train in theirs."""
+    for point in sweep.points:
+        execute(prepare(point.recipe), folder / point.slug, resume=True)
+
+
+def small(rounds=9, methods=("fedavg",), space=(RATES,), **budget):
+    return Plan(load(None, SMALL), read_space(methods, space), rounds, **budget)
+
+
+def test_a_planted_optimum_is_found_with_less_than_a_third_of_the_grids_rounds(tmp_path):
+    trained: list[int] = []
+
+    def counted(sweep, folder):
+        for point in sweep.points:
+            history = execute(prepare(point.recipe), folder / point.slug, resume=True).history
+            trained.append(len(history))
+
+    plan = small()
+    (found,) = search(plan, tmp_path, counted)
+    assert found.best == {"local.lr": 0.2}
+    lengths = [len((run / "metrics.jsonl").read_text().splitlines()) for run in tmp_path.glob("fedavg*")]
+    assert sorted(lengths) == [1] * 6 + [3] * 2 + [9]
+    assert sum(lengths) == found.used == 21 and 3 * found.used < 9 * 9
+    # A promoted run went on: of the rounds that runs had at their ends, those of its earlier stages count once.
+    assert sum(trained) > sum(lengths)
+
+
+def test_a_promoted_run_is_the_run_that_was_never_stopped(tmp_path):
+    plan = small()
+    search(plan, tmp_path / "a", here)
+    point = plan.point("fedavg", {"local.lr": 0.2}, 10_000, 9)
+    execute(prepare(point.recipe), tmp_path / "b")
+    model = (tmp_path / "a" / point.slug / "model.safetensors").read_bytes()
+    assert model == (tmp_path / "b" / "model.safetensors").read_bytes()
+
+
+def _searched(folder, pipe):
+    def slow(sweep, where):
+        for point in sweep.points:
+            pipe.send(point.slug)
+            execute(prepare(point.recipe), where / point.slug, resume=True, callbacks=[lambda _: time.sleep(0.02)])
+
+    search(small(), folder, slow)
+
+
+def test_a_search_that_was_killed_goes_on_to_the_same_bit(tmp_path):
+    whole = search(small(), tmp_path / "whole", here)
+    ours, theirs = get_context("fork").Pipe()
+    child = get_context("fork").Process(target=_searched, args=(tmp_path / "killed", theirs))
+    child.start()
+    for _ in range(11):  # inside of the second stage
+        assert ours.poll(60)
+        ours.recv()
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    begun = {run.name for run in (tmp_path / "killed").glob("fedavg*")}
+    assert len(begun) == 9 and not (tmp_path / "killed" / "tuned.json").exists()
+    assert search(small(), tmp_path / "killed", here) == whole
+    for run in (tmp_path / "whole").glob("fedavg*"):
+        other = tmp_path / "killed" / run.name
+        assert (other / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+    assert (tmp_path / "killed" / "tuned.json").read_bytes() == (tmp_path / "whole" / "tuned.json").read_bytes()
+
+
+def test_every_method_is_given_the_same_and_the_table_says_what_it_used(tmp_path):
+    methods = ("fedavg", "fedsam({rho})")
+    plan = small(2, methods, ("local.lr=0.1,1e-9", "rho=0.05,0.1,0.2"), trials=4, eta=2)
+    average, sam = search(plan, tmp_path, here)
+    assert average.given == sam.given == spent(rungs(2, 4, 2), 4)
+    assert (average.combinations, sam.combinations) == (2, 6)
+    assert len(average.trials) == 2 and len(sam.trials) == 4
+    assert average.used < average.given == sam.used
+    text = final_sweep(plan, [average, sam], 3)
+    path = tmp_path / "final.toml"
+    path.write_text(text)
+    sweep = load_sweep(path)
+    assert {point.recipe.method for point in sweep.points} == {average.filled, sam.filled}
+    assert {point.recipe.seed for point in sweep.points} == {0, 1, 2}, "the search had seeds from 10,000 on"
+    assert all(point.recipe.evaluation.on == "test" for point in sweep.points)
+    assert {p.recipe.local.lr for p in sweep.points if p.recipe.method == "fedavg"} == {average.best["local.lr"]}
+
+
+def test_the_search_never_sees_a_test_sample():
+    recipe = small().point("fedavg", {"local.lr": 0.1}, 10_000, 1).recipe
+    problem, plain = prepare(recipe), prepare(load(None, [*SMALL, "seed=10000"]))
+    train, test = (problem.federation.dataset.train.inputs, problem.federation.dataset.test.inputs)
+    before = plain.federation.dataset
+    assert len(train) + len(test) == len(before.train.inputs)
+    together = torch.cat([train, test]).flatten(1)
+    known = {row.numpy().tobytes() for row in before.train.inputs.flatten(1)}
+    assert {row.numpy().tobytes() for row in together} == known
+
+
+def test_what_is_measured_of_local_models_is_measured_on_validation_samples_too():
+    recipe = load(None, [*SMALL, "server.rounds=1", "evaluation.on=validation", 'evaluation.measures=["local"]'])
+    record = execute(prepare(recipe)).history[0]
+    held = len(prepare(recipe).federation.dataset.test.labels)
+    assert (record["accuracy"] * held) == pytest.approx(round(record["accuracy"] * held))
+    assert record["local_accuracy_before"] is not None
+
+
+@pytest.mark.parametrize("split", ["dirichlet", "lda", "iid"])
+def test_validation_samples_are_held_out_of_every_client(split):
+    options = {"refill": True, "alpha": 0.5} if split == "dirichlet" else {"alpha": 0.5} if split == "lda" else {}
+    federation = federate("digits", split=split, clients=8, seed=3, **options)
+    held = federation.validating(0.2, seed=1)
+    trained = {row.numpy().tobytes() for shard in held.shards for row in held.dataset.train.inputs[shard]}
+    scored = {row.numpy().tobytes() for row in held.dataset.test.inputs}
+    assert not trained & scored and len(held.dataset.test.labels) > 0.1 * len(federation.dataset.train.labels)
+    for shard, old in zip(held.shards, federation.shards, strict=True):
+        labels = np.bincount(held.dataset.train.labels[shard], minlength=10)
+        assert (labels <= np.bincount(federation.dataset.train.labels[old], minlength=10)).all()
+    same = federation.validating(0.2, seed=1)
+    assert torch.equal(same.dataset.test.labels, held.dataset.test.labels)
+
+
+def test_a_client_keeps_a_sample_or_the_split_is_refused():
+    federation = federate("digits", split="iid", clients=2, seed=0)
+    tiny = replace(federation, shards=(torch.tensor([5]), torch.tensor([7, 8])))
+    assert [len(shard) for shard in tiny.validating(0.9, seed=0).shards] == [1, 1]
+    shared = replace(federation, shards=(torch.tensor([7]), torch.tensor([7, *range(8, 40)])))
+    with pytest.raises(SplitError, match=r"evaluation\.validation = 0\.99"):
+        shared.validating(0.99, seed=1)
+
+
+def test_stages_and_promotions():
+    assert [(r.trials, r.rounds) for r in rungs(27, 27, 3)] == [(27, 1), (9, 3), (3, 9), (1, 27)]
+    assert [(r.trials, r.rounds) for r in rungs(5, 1, 3)] == [(1, 5)]
+    assert spent(rungs(10, 1, 2), 1) == 10
+    assert promoted({0: 0.5, 1: 0.7, 2: 0.7, 3: 0.1}, 2) == [1, 2] and promoted({4: 1.0, 2: 1.0}, 1) == [2]
+
+
+@pytest.mark.parametrize(
+    ("methods", "space", "sentence"),
+    [
+        ((), (), "nothing to search"),
+        ((), ("local.lr",), "write it as"),
+        ((), ("local.rl=1,2",), "is not a field of a recipe"),
+        (("fedsam({rho})",), ("local.lr=0.1",), r"\{rho\} has no values"),
+        ((), ("local.lr=0.1,0.1",), "different values"),
+        ((), ("missing.toml",), "cannot be read"),
+    ],
+)
+def test_a_space_that_means_nothing_is_refused(methods, space, sentence):
+    with pytest.raises(RecipeError, match=sentence):
+        read_space(methods, space)
+
+
+def test_a_space_can_be_a_file(tmp_path):
+    path = tmp_path / "space.toml"
+    path.write_text('method = "fedsam({rho})"\n[space]\nrho = [0.1, 0.2]\nlocal.lr = [0.1]\n')
+    space = read_space((), [str(path)])
+    assert space.methods == ("fedsam({rho})",)
+    assert space.grid("fedsam({rho})") == [{"rho": 0.1, "local.lr": 0.1}, {"rho": 0.2, "local.lr": 0.1}]
+
+
+def test_another_search_in_the_same_directory_is_refused(tmp_path):
+    search(small(1, space=("local.lr=0.1",), trials=1), tmp_path, here)
+    with pytest.raises(RunError, match="holds another search"):
+        search(small(1, space=("local.lr=0.2",), trials=1), tmp_path, here)
+
+
+def test_the_command_tunes_in_processes_of_its_own(tmp_path, capsys):
+    settings = [argument for text in SMALL for argument in ("--set", text)]
+    command = [
+        "tune",
+        "--set",
+        "method=fedprox(0.1)",
+        "--space",
+        "local.lr=0.1",
+        "--trials",
+        "1",
+        "--set",
+        "server.rounds=1",
+        *settings,
+    ]
+    app([*command, "--out", str(tmp_path / "t"), "--json"], standalone_mode=False)
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["method"] == "fedprox(mu=0.1)", "the recipe's own, if no other is named"
+    assert found["best"] == {"local.lr": 0.1} and 0 < found["score"] <= 1
+    assert load_sweep(tmp_path / "t" / "tuned.toml").points[0].recipe.local.lr == 0.1
+    app([*command, "--out", str(tmp_path / "t")], standalone_mode=False)
+    assert "equal budgets" in capsys.readouterr().out
+
+
+def test_a_search_can_be_read_in_optunas_storage(tmp_path):
+    optuna = pytest.importorskip("optuna")
+    plan = small(3, space=("local.lr=1e-9,0.2,1e-8",), trials=3)
+    found = search(plan, tmp_path / "s", here)
+    storage = optuna.storages.InMemoryStorage()
+    to_optuna(plan, found, storage, "mine")
+    to_optuna(plan, found, storage, "mine")  # nothing is added twice
+    study = optuna.load_study(study_name="mine: fedavg", storage=storage)
+    assert len(study.trials) == 3 and study.best_params == {"local.lr": 0.2}
+    assert study.best_value == found[0].score
+    states = sorted(trial.state.name for trial in study.trials)
+    assert states == ["COMPLETE", "PRUNED", "PRUNED"]
