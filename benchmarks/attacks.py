@@ -106,7 +106,7 @@ def accuracy(federation: Federation, method: str, defence: str, attack: str, abs
         for round in range(rounds):
             cohort = draw_cohort(server, CLIENTS, 0, round)
             state, _ = conduct(problem, state, engine, cohort, server, Evaluation(), limits)
-        return engine.score(state, "test", 500).accuracy
+        return engine.score(state, "test", 500).values["accuracy"]
 
 
 def milliseconds(defence: str, size: int = 1_000_000) -> float:

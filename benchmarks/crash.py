@@ -27,8 +27,8 @@ import torch
 from fedflat.recipe import load
 from fedflat.rounds import Problem
 from fedflat.runs.build import prepare
-from fedflat.runs.checkpoint import verified
 from fedflat.runs.experiment import execute
+from fedflat.runs.manifest import verified
 
 METHODS = ("fedavg", "scaffold", "fedsmoo + man(0.15)", "fedadam")
 TINY = ["model.hidden=[8]", "split.clients=8", "server.cohort=3", "server.rounds=12", "local.steps=3",

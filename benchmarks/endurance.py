@@ -85,8 +85,8 @@ class Gauge:
 def many_rounds(folder: Path, rounds: int) -> list[Row]:
     gauge = Gauge(every=max(rounds // 100, 1), warm=rounds // 5)
     federation, begun = random_federation(1000, 5, (1, 4, 4)), time.perf_counter()
-    train(federation, "mlp", "scaffold", model_hidden=[8], rounds=rounds, cohort=10, batch=5, evaluation_every=50,
-          engine="pool", workers=2, out=folder / "run", callbacks=[gauge])  # fmt: skip
+    train(federation, "mlp", "scaffold", model_hidden=[8], rounds=rounds, epochs=1, cohort=10, batch=5,
+          evaluation_every=50, engine="pool", workers=2, out=folder / "run", callbacks=[gauge])  # fmt: skip
     seconds, files = time.perf_counter() - begun, [count for *_, count in gauge.points]
     first, last = gauge.points[0], gauge.points[-1]
     return [
@@ -120,7 +120,7 @@ def many_clients(folder: Path, clients: int) -> list[Row]:
     tempfile.tempdir = str(folder)
     peak, begun = Peak(folder), time.perf_counter()
     federation = random_federation(clients, 3, (1, 28, 28))
-    result = train(federation, "fedavg-cnn", "fedsmoo", rounds=20, cohort=10, batch=3, evaluation_every=5,
+    result = train(federation, "fedavg-cnn", "fedsmoo", rounds=20, epochs=1, cohort=10, batch=3, evaluation_every=5,
                    engine="pool", workers=2, checkpoint_every=5, out=folder / "run", callbacks=[peak])  # fmt: skip
     peak()  # with what the last checkpoint took
     seconds = time.perf_counter() - begun

@@ -1,12 +1,12 @@
 """fedflat's engine compared with other frameworks on the same jobs, in turns: A, B, C, A, B, C, …
 
-    FEDFLAT_DATA=… python benchmarks/engine.py --jobs J1=3 J2=3 J3=100 J3b=20 J4=3 --repeats 3 --out engine.md
+    FEDFLAT_DATA=… python benchmarks/engine.py --jobs J1=3 J2=3 J3=100 J3b=20 J4=3 J8=3 J9=3 --repeats 3 --out engine.md
     python benchmarks/engine.py --jobs J3=50 --python flower=ENV/bin/python …
 
-First every contender runs one round of `check` and `check-cnn`, and the losses after it must agree. A framework whose
-Python is not given gets its own environment in the cache folder. On J2 ours also runs in bf16, with one worker, and
-with FedSAM and FedSMOO (these are J5). Writes a Markdown page, a figure and a .json with every single run. Run it on
-an idle machine.
+First every contender runs one round of a small job with each model, and the losses after it must agree. A framework
+whose Python is not given gets its own environment in the cache folder. On J2 ours also runs in bf16, with one worker,
+on Ray, and with FedSAM and FedSMOO (these are J5). Writes a Markdown page, a figure and a .json with every single run.
+Run it on an idle machine.
 """
 
 import argparse
@@ -30,25 +30,32 @@ from platformdirs import user_cache_path
 
 Run = dict[str, Any]
 SCRIPTS = Path(__file__).parent / "contenders"
-CONTENDERS = ("naive", "flower", "pfl_research", "fedlab", "ours")
+CONTENDERS = ("naive", "flower", "pfl_research", "fedlab", "fluke", "ours")
 VARIANTS = {
     "ours, bf16": "precision=bf16",
     "ours, one worker": "workers=1",
     "ours, fedsam": "method=fedsam",
     "ours, fedsmoo": "method=fedsmoo",
+    "ours, on Ray": "engine=ray",
 }
-# Who runs what: J2 has all, the ResNet only ours.
-FIELDS = {"J2": (*CONTENDERS, *VARIANTS), "J4": ("ours", "ours, bf16")}
-CHECKS, AGREEMENT = ("check", "check-cnn"), 1e-4
+# Who runs what, where it is not the contenders alone.
+BF16 = (*CONTENDERS, "ours, bf16")
+TEXT = ("naive", "flower", "pfl_research", "ours")
+FIELDS = {"J2": (*CONTENDERS, *VARIANTS), "J4": BF16, "J8": BF16, "J9": BF16, "J6": TEXT, "J7": TEXT}
+FIELDS |= {"check-lstm": TEXT, "check-gpt": TEXT}
+CHECKS = {model: f"check-{model}" for model in ("cnn", "resnet", "lenet", "vgg", "lstm", "gpt")} | {"mlp": "check"}
+AGREEMENT = 1e-4
 TORCH = f"torch=={version('torch').partition('+')[0]}"
 PACKAGES = {
     "flower": [TORCH, "flwr[simulation]==1.41.0"],
     "pfl_research": [TORCH, "pfl[pytorch]==0.6.0"],
     "fedlab": [TORCH, "fedlab==1.3.0"],
+    "fluke": [TORCH, "fluke-fl==0.8.1"],
 }
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Forward, and backward to the weights and (but for the first layer) to the inputs, of one sample.
-MFLOP = {"cnn": 101.0, "mlp": 0.88, "resnet": 217.0}
+# A convolution counts all of its taps, also those that meet only padding.
+MFLOP = {"cnn": 101.0, "mlp": 0.88, "resnet": 217.0, "lenet": 80.6, "vgg": 916.0, "lstm": 377.0, "gpt": 350.0}
 
 
 # Environments and runs -----------------------------------------------------------------------------------------------
@@ -91,12 +98,13 @@ def compete(name: str, python: str, spec: Path) -> Run | None:
     return {**json.loads(lines[-1]), "job": spec.stem, "contender": name}
 
 
-def agree(folder: str, pythons: Mapping[str, str], options: argparse.Namespace) -> str:
-    """One round of the small jobs by every contender: how far the losses after it are apart, or the end."""
+def agree(folder: str, models: Iterable[str], pythons: Mapping[str, str], options: argparse.Namespace) -> str:
+    """One round of a small job with each model by every contender: how far the losses are apart, or the end."""
     lines = []
-    for name in CHECKS:
+    for name in (CHECKS[model] for model in dict.fromkeys(models)):
         spec = write_spec(folder, name, 2, options)
-        found = {c: compete(c, python, spec) for c, python in pythons.items() if c in CONTENDERS}
+        field = [c for c in FIELDS.get(name, CONTENDERS) if c in pythons]
+        found = {c: compete(c, pythons[c], spec) for c in field if c in CONTENDERS}
         losses = {c: run["loss_after_first_round"] for c, run in found.items() if run}
         apart = max(losses.values()) / min(losses.values()) - 1
         lines.append(f"{name}: {len(losses)} contenders, losses after one round within {apart:.0e} of each other")
@@ -143,6 +151,11 @@ def speed(run: Run) -> float:
     return median(n / s for n, s in list(zip(run["samples"], run["seconds"], strict=True))[1:])
 
 
+def thrift(run: Run) -> float:
+    """Samples per second of processor time, of all processes: the median over the rounds after the first."""
+    return median(n / s for n, s in list(zip(run["samples"], run["cpu_seconds"], strict=True))[1:])
+
+
 def ratios(ours: Sequence[Run], peer: Sequence[Run]) -> list[float]:
     """Ours ÷ peer, of the runs of the same turn."""
     turns = {run["turn"]: speed(run) for run in peer}
@@ -169,6 +182,7 @@ def _table(job: Mapping[str, Any], runs: Sequence[Run], peak: float) -> str:
         "contender",
         "samples/s",
         "ours ÷ it",
+        "samples per CPU second",
         "first round done, s",
         "PSS, MB",
         "of GEMM peak",
@@ -193,6 +207,7 @@ def _row(name: str, mine: Sequence[Run], ours: Sequence[Run], mflop: float, peak
             _label(name, mine[0]["versions"]),
             f"{rate:,.0f}",
             f"{median(versus):.2f} ({versus[0]:.2f}–{versus[-1]:.2f})" if versus else "",
+            f"{median(map(thrift, mine)):,.0f}",
             f"{median(run['first_round'] for run in mine):.1f}",
             f"{median(run['pss_mb'] for run in mine):,.0f}",
             f"{rate * mflop / (1000 * peak):.0%}",
@@ -236,7 +251,7 @@ def draw(runs: Sequence[Run], jobs: Mapping[str, Any], path: Path) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    jobs = ["J1=3", "J2=3", "J3=100", "J3b=20", "J4=3"]
+    jobs = ["J1=3", "J2=3", "J3=100", "J3b=20", "J4=3", "J8=3", "J9=3"]
     parser.add_argument("--jobs", nargs="+", default=jobs, metavar="NAME=ROUNDS", help="the first round does not count")
     parser.add_argument("--contenders", nargs="+", choices=(*CONTENDERS, *VARIANTS), default=(*CONTENDERS, *VARIANTS))
     parser.add_argument("--repeats", type=int, default=3)
@@ -262,9 +277,9 @@ def main() -> int:
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         pythons = {name: options.python.get(name) or environment(name) for name in options.contenders}
-        same = agree(folder, pythons, options)
         specs = [write_spec(folder, name, rounds, options) for name, rounds in options.jobs.items()]
         jobs = {spec.stem: json.loads(spec.read_text("utf-8")) for spec in specs}
+        same = agree(folder, (job["model"] for job in jobs.values()), pythons, options)
         for spec in specs:
             for turn in range(options.repeats):
                 peaks.append(gemm_peak(options.workers))

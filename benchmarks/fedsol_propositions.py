@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fedflat import Federation, federate, models, train
 from fedflat.drawing import new_figure, save_figure
+from fedflat.federation import take_normalised
 from fedflat.flatness import Objective
 from fedflat.methods.parts.terms import divergence
 
@@ -100,12 +101,12 @@ def visit(activation: type[nn.Module], federation: Federation) -> tuple[float, l
     module.relu1, module.relu2 = activation(), activation()
     result = train(federation, module, "fedavg", rounds=10, cohort=10, **LOCAL)
     each = [replace(federation, shards=(shard,)) for shard in federation.shards[:5]]
-    return result.accuracy, [propositions(alone, result.model) for alone in each]
+    return result.accuracy, [propositions(alone, take_normalised(result.model)) for alone in each]
 
 
 def propositions(alone: Federation, everyone: nn.Module) -> Propositions:
     """The propositions where the only client of `alone` gets to in a round, from the global model."""
-    module = train(alone, everyone, "fedavg", rounds=1, cohort=1, **LOCAL).model
+    module = take_normalised(train(alone, everyone, "fedavg", rounds=1, cohort=1, **LOCAL).model)
     inputs, labels = alone.to(torch.float64).batch(alone.shards[0], None)
     with torch.no_grad():
         answers = everyone(inputs)

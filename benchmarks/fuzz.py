@@ -9,6 +9,7 @@ A case follows from its target, the seed and its number. Real client and server 
 
 import argparse
 import contextlib
+import faulthandler
 import io
 import sys
 import tempfile
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--case", type=int)
     parser.add_argument("--minutes", type=float, default=600.0, help="stop early after so long")
     options = parser.parse_args()
+    faulthandler.enable()  # a case that ends the process by a signal is a crash too
     total, end = sum(TARGETS[name].share for name in options.target), time.monotonic() + 60 * options.minutes
     faults, done = 0, 0
     print("| target | cases | outcomes |\n|---|---|---|", flush=True)

@@ -20,8 +20,9 @@ from fedflat.local.kernels.rows import group_size
 from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
 from fedflat.recipe import Local
-from fedflat.rounds.client import Broadcast, Problem, Worker
+from fedflat.rounds.client import Worker
 from fedflat.rounds.server import first_state, view
+from fedflat.rounds.setup import Broadcast, Problem
 
 COHORT, IMAGE, SMALL_IMAGE = 100, (1, 28, 28), (1, 8, 8)
 

@@ -30,7 +30,7 @@ def measure(zeta: float, rounds: int) -> dict[str, float]:
     result = execute(problem)
     norms = [value for name, value in result.history[-1]["notes"].items() if name.startswith("activation/")]
     batches = [problem.federation.held_out("train", start, start + 500) for start in range(0, 1000, 500)]
-    hessian = Hessian(Objective(result.model, problem.loss, batches))
+    hessian = Hessian(Objective(problem.network.module, problem.loss, batches))
     spread = trace(hessian, products=32)
     return {
         "zeta": zeta,

@@ -10,13 +10,16 @@ place of the function's own and runs the tests that call it, the fast ones first
 longer than it did also kills the mutant.
 
 The results are JSON lines. A second call with the same file goes on where the first one ended, and tries the survivors
-again; so a first call may use few fast tests (`--tests`) and a second one all. Prints Markdown tables. Exits 1 if a
-mutant survives that is not in `EQUIVALENT`.
+again; so a first call may use few fast tests (`--tests`, `--slow`) and a second one all. What the tests call is kept
+beside them, for as long as the test's file does not change. Prints Markdown tables. Exits 1 if a mutant survives that
+is not in `EQUIVALENT`.
 """
 
 import argparse
 import ast
 import gc
+import hashlib
+import importlib
 import json
 import os
 import random
@@ -34,6 +37,9 @@ from types import CodeType, FunctionType
 import pytest
 import torch
 from _pytest.runner import runtestprotocol
+from equivalent import EQUIVALENT
+
+from fedflat.methods import chain
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "fedflat"
@@ -51,6 +57,7 @@ TESTS = {  # which tests belong to a module: those of every beginning of its pat
     "methods/": STEPS,
     "methods/parts/protection.py": ["tests/methods/test_privacy.py"],
     "methods/parts/robust.py": ["tests/methods/test_robust.py"],
+    "methods/parts/low_rank.py": ["tests/methods/test_low_rank.py"],
     "methods/uploads.py": [
         "tests/engine/test_engine.py",
         "tests/methods/test_contract.py",
@@ -63,73 +70,6 @@ TESTS = {  # which tests belong to a module: those of every beginning of its pat
     "local/kernels/": [*STEPS, "tests/local/test_rows.py"],
     "flatness/": ["tests/flatness", "tests/rounds/test_measures.py"],
 }
-COSTS = "asks for more than is needed, which only costs time or memory"
-EQUIVALENT = [  # mutants that compute the same: module, function, a part of the change, and the reason
-    ("methods/parts/consensus.py", "ConsensusAscent.merge", "else GUARD → 1e-16", "a guard"),
-    ("methods/parts/consensus.py", "ConsensusAscent.plan", "else {} → {'last': torch.zeros_like(memory['dual'])}",
-     COSTS),
-    ("methods/parts/compression.py", "top_k", "topk(k, sorted=False)", "the order of the entries"),
-    ("methods/parts/server_step.py", "AdaptiveServer.merge", "square / torch.sign(v - square)",
-     "a sign is its own inverse"),
-    ("methods/parts/server_step.py", "WeightAveraging.merge", "done - self.start → self.start - done",
-     "a multiple or not"),
-    ("methods/parts/server_step.py", "WeightAveraging.evaluated", "else None → server['swa']",
-     "before round 0 the average is w"),
-    ("methods/parts/terms.py", "TopEigenvalue.plan", "start / start.norm() →", "the power iteration normalises it"),
-    ("methods/parts/terms.py", "TopEigenvalue.plan", "generator=chance)", "another random start"),
-    ("methods/parts/proximal.py", "ProximalStep.features", "False → True", COSTS),
-    ("methods/parts/proximal.py", "ProximalStep.activations", "False → True", COSTS),
-    ("local/slope.py", "Slope._sum", "parts[0] → torch.stack(parts).sum()", COSTS),
-    ("local/slope.py", "Slope._sum", "1 → 0", COSTS),
-    ("local/step.py", "train", "if rule.momentum else None → torch.zeros_like(start)", COSTS),
-    ("local/kernels/sgd.py", "FusedUpdate.__call__", "else [velocity] → [velocity]",
-     "without momentum it is not looked at"),
-    ("local/step.py", "corrected", "→ mode == 'all' or rule.frozen is not None", "adds zero"),
-    ("local/step.py", "corrected", "1.0 → 0", "multiplies by one"),
-    ("local/step.py", "corrected", "else gradient → gradient * rule.scale", "multiplies by one"),
-    ("local/rule.py", "LocalRule.blank", "→ LocalRule(self.steps, self.lr)", "only its other fields are read"),
-    ("local/step.py", "corrected", "rule.frozen is not None) → decay", "the decay is added here or in the step itself"),
-    ("methods/parts/proximal.py", "ProximalStep._linear", "else g → g.add(weights[span], alpha=decay)", "adds zero"),
-    ("local/slope.py", "Slope._gradient", "→ self.kernels.gradient and (not terms)",
-     "without terms the loss is always asked for"),
-    ("methods/parts/proximal.py", "ProximalStep.ascent", "→ self.anchor - slope.weights", "|w − w_g| is taken of it"),
-    ("methods/parts/protection.py", "Privacy.drawn", "→ generator('privacy', seed, round, client)",
-     "another random stream"),
-    ("methods/uploads.py", "Uploads.named", "'norm' in vars(upload)", COSTS),
-    ("methods/uploads.py", "Uploads.named", "→ pass", COSTS),
-    ("methods/uploads.py", "_Total.uploads", "1 → 0", "without uploads the sum has no entry to divide"),
-    ("methods/uploads.py", "_Total.uploads", "total or 1 → total", "without uploads the sum has no entry to divide"),
-    ("flatness/hessian.py", "_lanczos", "20 → 40", COSTS),
-    ("flatness/hessian.py", "_lanczos", "4 → 8", COSTS),
-    ("flatness/hessian.py", "_lanczos", "→ eigsh(operator, k=k, which='LA', tol=tolerance, v0=start)",
-     "another size of the subspace"),
-    ("flatness/hessian.py", "top_eigenvalues", "→ value * v - (hessian @ v).cpu()", "the norm is taken of it"),
-    ("flatness/spectrum.py", "quadrature", "10 → 20", "a guard"),
-    ("flatness/spectrum.py", "quadrature", "→ basis[:step + 1].T @ (basis[:step + 1] @ w) - w",
-     "twice: w keeps its sign"),
-    ("flatness/spectrum.py", "quadrature", "2 → 4", COSTS),
-    ("flatness/spectrum.py", "Density.on", "→ nodes - grid.double()[:, None]", "the square is taken of it"),
-    ("flatness/spectrum.py", "ritz", "→ torch.diag_embed(alphas) - torch.diag_embed(betas, offset=-1)",
-     "only signs of the eigenvectors' entries change, of which none is looked at"),
-    ("flatness/objective.py", "Objective.__init__", "keep_freed_memory() → pass", COSTS),
-    ("flatness/objective.py", "Objective.share", "1 → 0", "as many inputs as labels"),
-    ("flatness/objective.py", "Objective._linearised", "→ torch.autograd.grad(pulled, u, directions, materialize_grads",
-     "the graph of Jᵀu is not needed again"),
-    ("flatness/theory.py", "curvature", "→ blocks(objective, bias=bias)", "another random start"),
-    ("flatness/pairing.py", "drawn", "not limit or len(indices) <= limit → not limit", "all of them, in order"),
-    ("flatness/landscape.py", "Landscape.load", "→ np.load(file)", "NumPy's default"),
-    ("flatness/landscape.py", "eigen_plane", "→ functional.normalize(eigen.vectors[:2])", "torch's default"),
-    ("flatness/landscape.py", "_orthogonalised", "→ basis / factor", "a sign is its own inverse"),
-    ("flatness/duality.py", "_moments", "→ correlation.nan_to_num(0, 0, 0)", "the same numbers"),
-    ("flatness/norms.py", "Gram.__init__", "0 → 1", "only differences of the products are looked at"),
-    ("flatness/norms.py", "Gram.__matmul__", "1 → 0", "nobody asks for the number of these products"),
-    ("flatness/norms.py", "_stretch", "→ not image.any()", "top_eigenvalues writes one dimension out"),
-    ("flatness/norms.py", "_stretch", "1 → 0", "top_eigenvalues writes one dimension out"),
-    ("flatness/norms.py", "_stretch", "→ gram.size == 1", "top_eigenvalues finds the zeros of a zero matrix"),
-    ("flatness/norms.py", "_stretch", "→ top_eigenvalues(gram, tolerance=1e-06)", COSTS),
-    ("flatness/norms.py", "layer_norms", "→ name in shapes", "only such layers have shapes; it tells the type checker"),
-]  # fmt: skip
-
 OPPOSITE = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult,
     ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE, ast.GtE: ast.Lt,
@@ -211,7 +151,7 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
                     yield changed(node, keywords=[minus if other is keyword else other for other in keywords])
             if isinstance(function, ast.Attribute) and name in METHODS:
                 yield changed(node, func=changed(function, attr=METHODS[name]))
-        case ast.Expr(ast.Call()):
+        case ast.Expr(ast.Call()) if "super()" not in ast.unparse(node):  # which keeps the class in reach
             yield ast.Pass()
 
 
@@ -222,7 +162,10 @@ def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
                 continue
-            for child in value if isinstance(value, list) else [value]:
+            children = value if isinstance(value, list) else [value]
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "track":
+                children = children[:1]  # the others are about its progress bar
+            for child in children:
                 if not isinstance(child, ast.AST) or isinstance(child, SKIPPED):
                     continue
                 if not guards(child):
@@ -305,13 +248,18 @@ class Laboratory:
     def __init__(self, todo: list[Mutant], results: Path, jobs: int, slow: float) -> None:
         self.todo, self.results, self.jobs, self.slow = todo, results, jobs, slow
         self.files = {str(PACKAGE / mutant.module) for mutant in todo}
+        self.seen = recorded(results.with_suffix(".tests"))
         self.seconds: dict[pytest.Item, float] = {}
         self.callers: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
         self.screen = os.fdopen(os.dup(2), "w")  # pytest captures the other one
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        chain._remembered = chain._remembered.__wrapped__  # every test must build its methods itself
         for item in session.items:
-            self.observe(item)
+            key = f"{item.nodeid} {hashlib.sha256(item.path.read_bytes()).hexdigest()[:16]}"
+            self.note(item, self.seen.get(key) or self.observe(item, key))
+        for path in self.files:
+            importlib.import_module(".".join(Path(path).relative_to(PACKAGE.parent).with_suffix("").parts))
         self.screen.write(f"{len(self.seconds)} tests, {sum(self.seconds.values()):.0f} s of processor time\n")
         self.screen.flush()
         known = [held for held in gc.get_objects() if type(held) is FunctionType]
@@ -334,20 +282,27 @@ class Laboratory:
             self.collect(running)
         return True
 
-    def observe(self, item: pytest.Item) -> None:
-        """Run a test as it is, and note which functions it calls and how long it takes."""
+    def observe(self, item: pytest.Item, key: str) -> dict:
+        """Run a test as it is, and write down which functions it calls and how long it takes."""
         called = set()
         begun = time.process_time()
         sys.settrace(lambda frame, *_: called.add((frame.f_code.co_filename, frame.f_code.co_qualname)))
         reports = runtestprotocol(item, log=False, nextitem=item.session)
         sys.settrace(None)
-        if any(report.failed for report in reports):
+        ours = sorted((path, name) for path, name in called if path.startswith(str(PACKAGE)))
+        fails = any(report.failed for report in reports)
+        record = {"key": key, "seconds": time.process_time() - begun, "fails": fails, "calls": ours}
+        write(self.results.with_suffix(".tests"), record)
+        return record
+
+    def note(self, item: pytest.Item, record: dict) -> None:
+        if record["fails"]:
             self.screen.write(f"{item.nodeid} fails as it is, and is left out\n")
             return
-        self.seconds[item] = time.process_time() - begun
-        for key in called:
-            if key[0] in self.files:
-                self.callers[key].append(item)
+        self.seconds[item] = record["seconds"]
+        for path, name in record["calls"]:
+            if path in self.files:
+                self.callers[path, name].append(item)
 
     def experiment(self, mutant: Mutant, items: list[pytest.Item]) -> None:
         """In a child: end with 1 if a test fails, with 0 if none does; by the alarm if one never ends."""
@@ -371,15 +326,19 @@ class Laboratory:
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) > 1:
             raise RuntimeError(f"{mutant.key} could not be tried")
         record = {"key": mutant.key, **vars(mutant), "killed": status != 0, "tests": tests}
-        with self.results.open("a") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        write(self.results, record)
         if not status:
             self.screen.write(f"survives: {mutant.key} ({tests} tests)\n")
             self.screen.flush()
 
 
+def write(file: Path, record: dict) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
 def recorded(results: Path) -> dict[str, dict]:
-    """What the file says of each mutant, the last word counts."""
+    """What the file says of each mutant or test, the last word counts."""
     lines = results.read_text().splitlines() if results.exists() else []
     return {record["key"]: record for record in map(json.loads, lines)}
 

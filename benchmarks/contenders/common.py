@@ -7,14 +7,19 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from processes import age, pss_mb
+from processes import age, cpu_seconds, pss_mb
+from sequences import ALPHA, RANK, adapted_gpt, characters
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+CHECKED = 5000  # samples for the loss by which a driver sees that all contenders train the same
+LORA = {"rank": RANK, "alpha": ALPHA, "targets": "attention"}
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class Job:
     """FedAvg on explicit cohorts, one for each round; `data` and `initial` are .npz files.
 
     Bytes are normalised to (x/255 − mean)/std, other inputs stay as they are. `workers` are processes of ours or actors
-    of Flower; `precision` and `method` are for ours.
+    of Flower; `precision`, `method` and `engine` are for ours.
     """
 
     name: str
@@ -42,6 +47,7 @@ class Job:
     workers: int
     precision: str = "float32"
     method: str = "fedavg"
+    engine: str = "auto"
 
     @classmethod
     def read(cls, path: str) -> "Job":
@@ -67,15 +73,30 @@ class Job:
         with np.load(self.initial, allow_pickle=False) as file:
             return torch.from_numpy(file["weights"])
 
+    def base(self) -> Tensor:
+        """The frozen weights."""
+        with np.load(self.initial, allow_pickle=False) as file:
+            return torch.from_numpy(file["base"])
+
     def network(self, weights: Tensor | None = None) -> nn.Module:
-        """The plain network, with the job's initial weights unless others are given."""
+        """The plain network, with the job's initial weights unless others are given, and its frozen ones if it has."""
         model = nn.Sequential(Normalise(self.mean, self.std), *LAYERS[self.model]())
-        vector = self.first_weights() if weights is None else weights
-        sizes = [parameter.numel() for parameter in model.parameters()]
-        with torch.no_grad():
-            for parameter, part in zip(model.parameters(), vector.split(sizes), strict=True):
-                parameter.copy_(part.view_as(parameter))
+        fill(trained(model).values(), self.first_weights() if weights is None else weights)
+        if self.model == "gpt":
+            fill((p for p in model.parameters() if not p.requires_grad), self.base())
         return model
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """What clients train, send and average: all but what is frozen."""
+    return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def fill(tensors: Iterable[Tensor], vector: Tensor) -> None:
+    """Write a vector into tensors, in their order."""
+    tensors = [tensor.data for tensor in tensors]
+    for tensor, part in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 class Normalise(nn.Module):
@@ -102,7 +123,57 @@ def _mlp() -> list[nn.Module]:
     return [nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)]
 
 
-LAYERS = {"cnn": _cnn, "mlp": _mlp}  # the ResNet is ours alone
+class Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        stride = 1 if inputs == outputs else 2
+        self.branch = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.GroupNorm(2, outputs), nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.GroupNorm(2, outputs),
+        )  # fmt: skip
+        self.shortcut = nn.Sequential()
+        if stride == 2:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, 2, bias=False), nn.GroupNorm(2, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.branch(x) + self.shortcut(x))
+
+
+def _resnet() -> list[nn.Module]:
+    """ResNet-18 with GroupNorm and the stem for large images: 11,181,642 parameters."""
+    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.GroupNorm(2, 64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    widths = (64, 64, 64, 128, 128, 256, 256, 512, 512)
+    blocks = [Residual(inputs, outputs) for inputs, outputs in pairwise(widths)]
+    return [*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
+
+
+def _lenet() -> list[nn.Module]:
+    """LeNet with 64 filters: 797,962 parameters."""
+    return [
+        nn.Conv2d(3, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(1600, 384), nn.ReLU(), nn.Linear(384, 192), nn.ReLU(), nn.Linear(192, 10),
+    ]  # fmt: skip
+
+
+def _vgg() -> list[nn.Module]:
+    """VGG-11 without normalisation: 9,750,922 parameters."""
+    widths, pooled = (3, 64, 128, 256, 256, 512, 512, 512, 512), (1, 1, 0, 1, 0, 1, 0, 1)
+    layers: list[nn.Module] = []
+    for (inputs, outputs), pool in zip(pairwise(widths), pooled, strict=True):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), *[nn.MaxPool2d(2)] * pool]
+    hidden = [nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
+    return [*layers, nn.Flatten(), *hidden]
+
+
+LAYERS = {
+    "cnn": _cnn,
+    "mlp": _mlp,
+    "resnet": _resnet,
+    "lenet": _lenet,
+    "vgg": _vgg,
+    "lstm": characters,
+    "gpt": adapted_gpt,
+}
 
 
 def fit(model: nn.Module, samples: TensorDataset, job: Job) -> None:
@@ -123,14 +194,16 @@ class Stopwatch:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._seconds: list[float] = []
+        self._cpu: list[float] = []
         self.resume()
 
     def resume(self) -> None:
-        self._begun = time.perf_counter()
+        self._begun, self._spent = time.perf_counter(), cpu_seconds()
 
     def lap(self, weights: Iterable[Tensor]) -> None:
         """A round has ended with these weights."""
         self._seconds.append(time.perf_counter() - self._begun)
+        self._cpu.append(cpu_seconds() - self._spent)
         if len(self._seconds) == 1:
             self._first_round, self._after_first = age(), _flat(weights)
         if len(self._seconds) == len(self._job.cohorts):
@@ -145,19 +218,16 @@ class Stopwatch:
             "contender": contender,
             "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
             "seconds": self._seconds,
+            "cpu_seconds": self._cpu,
             "first_round": self._first_round,
             "samples": [self._job.epochs * sum(len(shards[c]) for c in cohort) for cohort in self._job.cohorts],
-            "loss_after_first_round": self._loss(inputs, labels),
+            "loss_after_first_round": _loss(self._job.network(self._after_first), inputs[:CHECKED], labels[:CHECKED]),
             "pss_mb": self._memory,
             "weights_norm": float(self._last.norm()),
             **more,
         }
         sys.stdout.flush()
         print(json.dumps(line), flush=True)
-
-    def _loss(self, inputs: Tensor, labels: Tensor) -> float | None:
-        known = self._job.model in LAYERS
-        return _loss(self._job.network(self._after_first), inputs, labels) if known else None
 
 
 def _flat(weights: Iterable[Tensor]) -> Tensor:

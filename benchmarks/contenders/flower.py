@@ -8,12 +8,13 @@ time goes into asking 1,000 nodes for their partition-id first.
 
 import os
 import sys
+import time
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import torch
-from common import Job, Stopwatch, fit
+from common import Job, Stopwatch, fit, trained
 from torch.utils.data import TensorDataset
 
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -39,9 +40,9 @@ def train(message: Message, context: Context) -> Message:
     job, clients = prepared(task["spec"])
     samples = clients[task["client"]]
     model = job.network()
-    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
     fit(model, samples, job)
-    content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": len(samples)})}
+    content = {"arrays": ArrayRecord(trained(model)), "metrics": MetricRecord({"num-examples": len(samples)})}
     return Message(RecordDict(content), reply_to=message)
 
 
@@ -80,15 +81,16 @@ def main() -> None:
     job = Job.read(spec)
     client, server = ClientApp(), ServerApp()
     client.train()(train)
-    strategy = Named(job, spec)
+    strategy, supernodes = Named(job, spec), job.client_count()
 
     @server.main()
     def rounds(grid: Grid, context: Context) -> None:
-        strategy.start(grid, ArrayRecord(job.network().state_dict()), num_rounds=len(job.cohorts))
+        while len(list(grid.get_node_ids())) < supernodes:  # they register one by one
+            time.sleep(0.1)
+        strategy.start(grid, ArrayRecord(trained(job.network())), num_rounds=len(job.cohorts))
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     start = {"init_args": {"num_cpus": job.workers, "include_dashboard": False}}
-    supernodes = job.client_count()
     strategy.watch.resume()
     run_simulation(server, client, num_supernodes=supernodes, backend_config=resources | start)
     strategy.watch.report("flower", "flwr", "ray")

@@ -8,13 +8,13 @@ Without the data set on disk its images are random; the job then says so. Prints
 import argparse
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import Job
+from common import LORA, Job
 
 from fedflat import Dataset, Federation, Samples, federate, models
 from fedflat.errors import DataError
@@ -26,13 +26,21 @@ from fedflat.recipe import Server
 from fedflat.rounds.cohort import draw_cohort
 
 SHAPES = {"cifar10": (50_000, 3, 32, 32), "mnist": (60_000, 1, 28, 28)}
-NETWORKS = {"cnn": "fedavg-cnn", "mlp": "mlp", "resnet": "resnet18-gn"}
+NETWORKS = {
+    "cnn": "fedavg-cnn", "mlp": "mlp", "resnet": "resnet18-gn", "lenet": "lenet64", "vgg": "vgg11",
+    "lstm": "char-lstm", "gpt": "gpt",
+}  # fmt: skip
 IID: dict[str, Any] = {"split": "iid"}
 LDA: dict[str, Any] = {"split": "lda", "alpha": 0.1}
 UNEVEN: dict[str, Any] = {"split": "sizes", "exponent": 0.5}
 HEAVY: dict[str, float] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-5}
+GENTLE: dict[str, float] = {"lr": 0.001, "momentum": 0.9, "weight_decay": 1e-5}
 STRONG: dict[str, float] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2}
 LIGHT: dict[str, float] = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
+PLAIN: dict[str, float] = {"lr": 0.8, "momentum": 0.0, "weight_decay": 0.0}  # LEAF's and FedProx's rate
+WINDOWS: dict[str, Any] = {"predict": "next", "stride": 80, "shortest": 1000}
+SPARSE: dict[str, Any] = {**WINDOWS, "stride": 400}
+EVERY: dict[str, Any] = {"predict": "all", "shortest": 1000}
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Plan:
     samples: int = 0
     split: dict[str, Any] = field(default_factory=IID.copy)
     sgd: dict[str, float] = field(default_factory=HEAVY.copy)
+    text: dict[str, Any] = field(default_factory=dict)
 
 
 JOBS = {
@@ -56,21 +65,34 @@ JOBS = {
     "J3": Plan("mlp", "mnist", clients=1000, cohort=10, epochs=1, batch=10, sgd=LIGHT),
     "J3b": Plan("mlp", "mnist", clients=1000, cohort=100, epochs=1, batch=10, sgd=LIGHT),
     "J4": Plan("resnet", "cifar10", clients=100, cohort=2, epochs=1, batch=50),
+    # Shakespeare by role, all roles of 1,000 characters or more; windows do not overlap.
+    "J6": Plan("lstm", "shakespeare", clients=0, cohort=10, epochs=1, batch=10, sgd=PLAIN, text=WINDOWS),
+    "J7": Plan("gpt", "shakespeare", clients=0, cohort=10, epochs=1, batch=10, sgd=LIGHT, text=EVERY),
+    "J8": Plan("lenet", "cifar10", clients=100, cohort=10, epochs=1, batch=50),
+    "J9": Plan("vgg", "cifar10", clients=100, cohort=2, epochs=1, batch=50),
     # Seconds long, to see that all contenders train the same thing: a batch takes all of a client, so that the order of
     # its samples cannot matter, and clients differ in size, so that the weights of the average do.
     "check": Plan("mlp", "mnist", clients=20, cohort=10, epochs=5, batch=2000, samples=2000, split=UNEVEN, sgd=STRONG),
     "check-cnn": Plan(
         "cnn", "cifar10", clients=8, cohort=4, epochs=3, batch=500, samples=500, split=UNEVEN, sgd=STRONG
     ),
+    **{
+        f"check-{model}": Plan(
+            model, "cifar10", clients=4, cohort=2, epochs=1, batch=100, samples=100, split=UNEVEN, sgd=GENTLE
+        )
+        for model in ("resnet", "lenet", "vgg")
+    },
+    "check-lstm": Plan("lstm", "shakespeare", clients=6, cohort=3, epochs=2, batch=500, sgd=STRONG, text=SPARSE),
+    "check-gpt": Plan("gpt", "shakespeare", clients=6, cohort=3, epochs=2, batch=500, sgd=STRONG, text=EVERY),
 }
 
 
 def write(folder: Path, name: str, rounds: int, seed: int = 0, workers: int = 2) -> Path:
     """The SPEC of a job in a folder, with the files that it names."""
     plan = JOBS[name]
-    federation = _federation(plan, seed)
+    federation = _roles(plan, seed) if plan.text else _federation(plan, seed)
     data = federation.dataset
-    module = models.build(NETWORKS[plan.model], data.shape, data.classes, generator(seed, "weights"))
+    module = _module(plan, data, seed)
     server = Server(cohort=plan.cohort)
     job = Job(
         name=name,
@@ -78,7 +100,7 @@ def write(folder: Path, name: str, rounds: int, seed: int = 0, workers: int = 2)
         images=data.name,
         data=str(folder / f"{name}.data.npz"),
         initial=str(folder / f"{name}.weights.npz"),
-        cohorts=[draw_cohort(server, plan.clients, seed, number) for number in range(rounds)],
+        cohorts=[draw_cohort(server, federation.clients, seed, number) for number in range(rounds)],
         epochs=plan.epochs,
         batch=plan.batch,
         seed=seed,
@@ -91,13 +113,49 @@ def write(folder: Path, name: str, rounds: int, seed: int = 0, workers: int = 2)
         job.data,
         inputs=data.train.inputs.numpy(),
         labels=data.train.labels.numpy(),
-        indices=torch.cat(federation.shards).numpy(),
+        indices=torch.cat(tuple(federation.shards)).numpy(),
         offsets=np.cumsum([0, *map(len, federation.shards)]),
     )
-    np.savez(job.initial, weights=Network(module).weights.numpy())
+    frozen = [p.detach().flatten() for p in module.parameters() if not p.requires_grad]
+    base = {"base": torch.cat(frozen).numpy()} if frozen else {}
+    np.savez(job.initial, weights=Network(module).weights.numpy(), **base)
     spec = folder / f"{name}.json"
     spec.write_text(json.dumps(vars(job)), "utf-8")
     return spec
+
+
+def _module(plan: Plan, data: Dataset, seed: int) -> torch.nn.Module:
+    options = {"vocabulary": data.vocabulary, "per_token": data.task == "next-token"} if plan.text else {}
+    module = models.build(NETWORKS[plan.model], data.shape, data.classes, generator(seed, "weights"), **options)
+    return models.lora(module, **LORA, generator=generator(seed, "adapters")) if plan.model == "gpt" else module
+
+
+def _roles(plan: Plan, seed: int) -> Federation:
+    """A client for each role, or for those only that say least."""
+    try:
+        dataset = load(plan.data, **plan.text)
+    except DataError as error:
+        print(f"{error}; random letters instead", file=sys.stderr)
+        dataset = _random_text(plan.text["predict"] == "all", seed)
+    samples = replace(dataset.train, inputs=dataset.train.inputs.long())  # as an embedding wants them
+    whole = federate(replace(dataset, train=samples, test=samples), "natural", 0, seed=seed)
+    if not plan.clients:
+        return replace(whole, tests=None)
+    least = sorted(whole.shards, key=len)[: plan.clients]
+    rows = torch.cat(least)
+    cut = Samples(samples.inputs[rows], samples.labels[rows])
+    shards = torch.arange(len(rows)).split([len(shard) for shard in least])
+    return Federation(replace(dataset, train=cut, test=cut), tuple(shards))
+
+
+def _random_text(every: bool, seed: int) -> Dataset:
+    """As many roles as in the plays, of sizes as different."""
+    chance = generator(seed, "text")
+    sizes = torch.empty(110).log_normal_(3.5, 1.0, generator=chance).long().clamp(10, 500)
+    rows = torch.randint(0, 80, (int(sizes.sum()), 81), generator=chance)
+    labels = rows[:, 1:].contiguous() if every else rows[:, -1].contiguous()
+    samples = Samples(rows[:, :-1].contiguous(), labels, torch.arange(110).repeat_interleave(sizes))
+    return Dataset("random", samples, samples, 80, (), (), 80, "next-token" if every else "classification")
 
 
 def _federation(plan: Plan, seed: int) -> Federation:

@@ -1,4 +1,4 @@
-"""The script that people write: a deep copy of the model for each client, a DataLoader, an average of state dicts.
+"""The script that people write: a deep copy of the model for each client, a DataLoader, an average of what it trains.
 
 python contenders/naive.py SPEC.json
 """
@@ -7,7 +7,7 @@ import sys
 from copy import deepcopy
 
 import torch
-from common import Job, Stopwatch, fit
+from common import Job, Stopwatch, fit, trained
 
 
 def main() -> None:
@@ -21,10 +21,10 @@ def main() -> None:
         for client in cohort:
             local = deepcopy(model)
             fit(local, clients[client], job)
-            for name, tensor in local.state_dict().items():
+            for name, tensor in trained(local).items():
                 average[name] = average.get(name, 0) + tensor * (len(clients[client]) / total)
-        model.load_state_dict(average)
-        watch.lap(model.parameters())
+        model.load_state_dict(average, strict=False)
+        watch.lap(trained(model).values())
     watch.report("naive")
 
 

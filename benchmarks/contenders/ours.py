@@ -1,6 +1,6 @@
 """fedflat: worker processes of one thread each.
 
-python contenders/ours.py SPEC.json [precision=bf16] [workers=1] [method=fedsam]
+python contenders/ours.py SPEC.json [precision=bf16] [workers=1] [method=fedsam] [engine=ray]
 """
 
 import sys
@@ -8,7 +8,8 @@ import time
 from contextlib import closing
 from dataclasses import replace
 
-from common import Job, Stopwatch
+from common import LORA, Job, Stopwatch, fill
+from jobs import NETWORKS
 
 from fedflat import Dataset, Federation, Samples
 from fedflat.local.rule import Outcome
@@ -19,8 +20,6 @@ from fedflat.rounds import client
 from fedflat.rounds.server import conduct, first_state
 from fedflat.runs.build import assemble, start_engine
 
-MODELS = {"cnn": "fedavg-cnn", "mlp": "mlp", "resnet": "resnet18-gn"}
-
 
 def recipe_of(job: Job, clients: int) -> Recipe:
     local = {"epochs": job.epochs, "batch": job.batch, "lr": job.lr}
@@ -30,12 +29,12 @@ def recipe_of(job: Job, clients: int) -> Recipe:
             "precision": job.precision,
             "data": job.images,
             "split": {"name": "given", "clients": clients},
-            "model": MODELS[job.model],
+            "model": {"name": NETWORKS[job.model], **({"lora": LORA} if job.model == "gpt" else {})},
             "method": job.method,
             "local": local | {"momentum": job.momentum, "weight_decay": job.weight_decay},
             "server": {"rounds": len(job.cohorts), "cohort": max(map(len, job.cohorts)), "average": "samples"},
             "evaluation": {"measures": []},
-            "engine": {"name": "auto", "workers": job.workers},
+            "engine": {"name": job.engine, "workers": job.workers},
         }
     )
 
@@ -52,11 +51,16 @@ def main() -> None:
     job = replace(Job.read(sys.argv[1]), **{k: int(v) if v.isdigit() else v for k, v in options.items()})
     inputs, labels, shards = job.arrays()
     samples, test = Samples(inputs, labels), Samples(inputs[:1], labels[:1])
-    data = Dataset(job.images, samples, test, 10, tuple(job.mean), tuple(job.std))
+    text = job.model in ("lstm", "gpt")
+    kind = {"vocabulary": 80, "task": "next-token" if labels.ndim > 1 else "classification"} if text else {}
+    data = Dataset(job.images, samples, test, 80 if text else 10, tuple(job.mean), tuple(job.std), **kind)
     recipe = recipe_of(job, len(shards))
     client.train = timed
     problem = assemble(recipe, Federation(data, tuple(shards)), None, parse(job.method))
     problem.network.weights.copy_(job.first_weights())
+    if job.model == "gpt":
+        frozen = [parameter for parameter in problem.network.module.parameters() if not parameter.requires_grad]
+        fill(frozen, job.base())
     watch, state, local = Stopwatch(job), first_state(problem), list[float]()
     with closing(start_engine(problem, state)) as engine:
         for cohort in job.cohorts:

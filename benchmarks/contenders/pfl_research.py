@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import Job, Stopwatch
+from common import Job, Stopwatch, trained
 from pfl.aggregate.simulate import SimulatedBackend
 from pfl.aggregate.weighting import WeightByDatapoints
 from pfl.algorithm.base import NNAlgorithmParams
@@ -55,7 +55,7 @@ class Lap(TrainingProcessCallback):
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
-        self._watch.lap(model.pytorch_model.parameters())
+        self._watch.lap(trained(model.pytorch_model).values())
         return False, Metrics()
 
 

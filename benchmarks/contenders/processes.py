@@ -13,16 +13,27 @@ def age() -> float:
 
 def pss_mb(process: int | None = None) -> float:
     """The proportional memory of a process (this one if none is named) and all that descend from it."""
+    return sum(map(_pss_kb, _family(process or os.getpid()))) / 1024
+
+
+def _family(process: int) -> set[str]:
+    """A process and all that descend from it."""
     parents: dict[str, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parents[folder.name] = _stat(folder.name)[1]
         except OSError:  # it has ended meanwhile
             continue
-    family = {str(process or os.getpid())}
+    family = {str(process)}
     while more := {child for child, parent in parents.items() if parent in family} - family:
         family |= more
-    return sum(map(_pss_kb, family)) / 1024
+    return family
+
+
+def cpu_seconds() -> float:
+    """The processor time of this process and all that descend from it, with those that have ended."""
+    ticks = sum(sum(map(int, _stat(process)[11:15])) for process in _family(os.getpid()))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(process: str) -> list[str]:

@@ -14,9 +14,10 @@ from fedflat.report.watch import screen
 from fedflat.rounds import first_state
 from fedflat.runs import load_run
 from fedflat.runs.build import prepare
-from fedflat.runs.checkpoint import Checkpoints, _text
+from fedflat.runs.checkpoint import Checkpoints
 from fedflat.runs.experiment import execute
 from fedflat.runs.folder import RunFolder, read_model, read_recipe
+from fedflat.runs.manifest import manifest_text
 from fedflat.runs.rewind import recalled
 
 TINY = ["method=scaffold", "model.hidden=[4]", "split.clients=3", "server.cohort=3", "server.rounds=2",
@@ -36,12 +37,12 @@ def resealed(run: Path, name: str, content: bytes) -> bytes:
         if name.endswith(".json"):
             tree = json.loads(content)
             tree.pop("sha256", None)
-            return _text(tree)
+            return manifest_text(tree)
         tree, digest = json.loads(manifest.read_bytes()), hashlib.sha256(content).hexdigest()
         tree.pop("sha256", None)
         place = tree["server"] if "server" in name else tree["memory"][Path(name).name]
         place["sha256"] = digest
-        manifest.write_bytes(_text(tree))
+        manifest.write_bytes(manifest_text(tree))
     return content
 
 

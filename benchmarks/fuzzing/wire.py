@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from fedflat.flower.own import NOBODY, own_problem, with_sizes
 from fedflat.flower.service import Deployment
 from fedflat.recipe import Recipe, load
 from fedflat.rounds import ServerState, conduct, first_state
+from fedflat.rounds.admission import misfit, misnoted
 from fedflat.runs.experiment import _record
 from fuzzing.mutators import TEXTS, odd_array, odd_field, spoilt_bytes
 from fuzzing.targets import Target
@@ -234,7 +236,7 @@ class Answered(Wire):
 class FromServer(Wire):
     """A message from the server to a client, which answers it or refuses by its policy."""
 
-    share = 0.002
+    share = 0.01
     kind = "train"
 
     def case(self, chance: Random) -> str:
@@ -255,13 +257,14 @@ class FromServer(Wire):
 
     def check(self, found: Federation, client: int, content: RecordDict) -> None:
         upload = messages.read_upload(content, found.problem, client, found.journal.sizes[client])
-        assert bool(upload.delta.isfinite().all())
+        assert misfit(upload, found.problem) is None and misnoted(upload.notes, found.problem) is None
+        assert isfinite(upload.loss) and all(bool(v.isfinite().all()) for v in (upload.delta, *upload.vectors.values()))
 
 
 class Question(FromServer):
     """A question of the server's about a client's curvature."""
 
-    share = 0.002
+    share = 0.01
     kind = "query.hessian"
 
     def check(self, found: Federation, client: int, content: RecordDict) -> None:
@@ -272,7 +275,7 @@ class Question(FromServer):
 class Asked(FromServer):
     """The server asks a node who it is."""
 
-    share = 0.004
+    share = 0.02
     kind = "query"
 
     def check(self, found: Federation, client: int, content: RecordDict) -> None:

@@ -1,0 +1,99 @@
+"""fluke: its FedAvg with its server, clients and fast data loaders, one process.
+
+    python contenders/fluke.py SPEC.json
+
+Clients keep neither model nor optimiser between rounds (`persistency=False`), because the job's momentum starts anew.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import numpy as np
+import torch
+from common import Job, Stopwatch
+
+# This file has the package's name, and the folder of a script comes first on the path.
+sys.path.pop(0)
+
+
+class Absent(ModuleType):
+    """A module that has an empty class of every name."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class WithoutVision(MetaPathFinder, Loader):
+    """fluke and torchmetrics import torchvision, whose wheels do not fit every torch; nothing of it is used here."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        vision = fullname.partition(".")[0] == "torchvision"
+        return ModuleSpec(fullname, self, is_package=True) if vision else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return Absent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+sys.meta_path.insert(0, WithoutVision())
+
+from fluke.algorithms.fedavg import FedAVG  # noqa: E402
+from fluke.client import Client  # noqa: E402
+from fluke.config import OptimizerConfigurator  # noqa: E402
+from fluke.data import FastDataLoader  # noqa: E402
+from fluke.server import Server  # noqa: E402
+from torch import nn  # noqa: E402
+
+
+class Named(Server):
+    """fluke's server with given cohorts."""
+
+    def __init__(self, job: Job, clients: Sequence[Client]) -> None:
+        super().__init__(job.network(), None, clients, weighted=True)
+        self._cohorts, self.watch = iter(job.cohorts), Stopwatch(job)
+
+    def get_eligible_clients(self, eligible_perc: float) -> Sequence[Client]:
+        return [self.clients[index] for index in next(self._cohorts)]
+
+    def aggregate(self, eligible: Sequence[Client], client_models: Iterable[nn.Module]) -> None:
+        super().aggregate(eligible, client_models)
+        self.watch.lap(self.model.parameters())
+
+
+class Rounds(FedAVG):
+    """fluke's rounds without evaluation, which is not part of the job."""
+
+    def _compute_evaluation(self, round: int, eligible: Sequence[Client]) -> None: ...
+
+    def finalize(self) -> None: ...
+
+
+def main() -> None:
+    job = Job.read(sys.argv[1])
+    torch.manual_seed(job.seed)
+    np.random.seed(job.seed)
+    sgd = {"name": "SGD", "lr": job.lr, "momentum": job.momentum, "weight_decay": job.weight_decay}
+    optimizer, loss = OptimizerConfigurator(sgd), nn.CrossEntropyLoss()
+    loaders = [
+        FastDataLoader(*samples.tensors, num_labels=10, batch_size=job.batch, shuffle=True, skip_singleton=False)
+        for samples in job.clients()
+    ]
+    clients = [
+        Client(index, loader, None, optimizer, loss, job.epochs, persistency=False)
+        for index, loader in enumerate(loaders)
+    ]
+    server = Named(job, clients)
+    rounds = Rounds(len(clients), None, {}, clients, server)
+    server.watch.resume()
+    rounds.run(len(job.cohorts), len(job.cohorts[0]) / len(clients))
+    server.watch.report("fluke", "fluke-fl")
+
+
+if __name__ == "__main__":
+    main()
