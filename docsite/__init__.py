@@ -1,0 +1,1 @@
+"""Builds the documentation site: `python -m docsite` (or `make docs`)."""
