@@ -45,29 +45,33 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "fedflat"
 STEPS = [
     "tests/methods/test_parts.py",
-    "tests/local/test_step.py",
-    "tests/local/test_linear.py",
+    "tests/local",
     "tests/methods/test_oracles.py",
     "tests/rounds/test_measures.py",
     "tests/methods/test_descent.py",
     "tests/methods/test_walks.py",
+    "tests/methods/test_walks_flat.py",
     "tests/runs/test_verify.py",
+    "tests/runs/test_verify_other.py",
 ]
 TESTS = {  # which tests belong to a module: those of every beginning of its path that is here
     "methods/": STEPS,
+    "methods/parts/": ["tests/methods/test_laws.py"],
+    "methods/parts/ascent.py": ["tests/methods/test_sparing.py"],
+    "methods/parts/local_work.py": ["tests/runs/test_personal.py", "tests/test_frozen.py"],
+    "methods/parts/low_rank.py": ["tests/methods/test_low_rank.py"],
     "methods/parts/protection.py": ["tests/methods/test_privacy.py"],
     "methods/parts/robust.py": ["tests/methods/test_robust.py"],
-    "methods/parts/low_rank.py": ["tests/methods/test_low_rank.py"],
+    "methods/parts/server_step.py": ["tests/methods/test_robust.py", "tests/rounds/test_attacks.py"],
+    "methods/parts/terms.py": ["tests/methods/test_top_eigenvalue.py"],
     "methods/uploads.py": [
         "tests/engine/test_engine.py",
         "tests/methods/test_contract.py",
         "tests/methods/test_privacy.py",
     ],
     "methods/part.py": ["tests/methods/test_contract.py", "tests/test_recipe.py", "tests/methods/test_laws.py"],
-    "local/rule.py": STEPS,
-    "local/slope.py": STEPS,
-    "local/step.py": STEPS,
-    "local/kernels/": [*STEPS, "tests/local/test_rows.py"],
+    "local/": [*STEPS, "tests/test_frozen.py"],
+    "local/kernels/": [],
     "flatness/": ["tests/flatness", "tests/rounds/test_measures.py"],
 }
 OPPOSITE = {
