@@ -4,10 +4,11 @@
                                   [--results mutants.jsonl]
 
 A mutant is the package with one expression changed in the body of one function: a sign flipped, a term or an argument
-dropped, two operands swapped, a number or a condition changed, a statement left out. The tests run once, and it is
-noted which functions each of them calls. Then the process forks for every mutant. The child puts the changed code in
-place of the function's own and runs the tests that call it, the fast ones first, until one fails. A test that takes far
-longer than it did also kills the mutant.
+dropped, two operands swapped, a number or a condition changed, a statement left out. Functions that draw a picture stay
+as they are, because most changes of them are a matter of taste. The tests run once, and it is noted which functions
+each of them calls. Then the process forks for every mutant. The child puts the changed code in place of the function's
+own and runs the tests that call it, the fast ones first, until one fails. A test that takes far longer than it did also
+kills the mutant.
 
 The results are JSON lines. A second call with the same file goes on where the first one ended, and tries the survivors
 again; so a first call may use few fast tests (`--tests`, `--slow`) and a second one all. What the tests call is kept
@@ -159,6 +160,12 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Pass()
 
 
+def draws(function: ast.FunctionDef) -> bool:
+    """Whether a function draws a picture: its name says so, or it gets the axes of one."""
+    given = {ast.unparse(argument) for argument in function.args.args}
+    return f"{function.name.lstrip('_')}_".startswith("draw_") or "axes: Any" in given
+
+
 def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
     """The nodes that may be changed, each with the qualified name of the outermost function it stands in."""
 
@@ -180,7 +187,7 @@ def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
         for node in body:
             if isinstance(node, ast.ClassDef):
                 yield from outside(node.body, f"{path}{node.name}.")
-            elif isinstance(node, ast.FunctionDef):
+            elif isinstance(node, ast.FunctionDef) and not draws(node):
                 yield from inside(node, path + node.name)
 
     return outside(tree.body, "")
