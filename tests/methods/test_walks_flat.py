@@ -143,6 +143,37 @@ def slides(w, rho, penalty, alpha, printed):
         yield w, w
 
 
+def smoo(w, rho, penalty, sign, crowd, upload):
+    """FedSMOO with the options that no recording has: the sign of s, whose duals are averaged, and what goes up."""
+    h, dual, told, s = zeros(), zeros(), zeros(), np.zeros(D)
+    for r, cohort in enumerate(COHORTS):
+        ends = []
+        for i in cohort:
+            v = w
+            for batch in stream(i):
+                hat = rho * unit(gradient(v, batch) - dual[i] + sign * s)
+                dual[i] = dual[i] + hat - s
+                v = v - rate(r) * (gradient(v + hat, batch) + penalty * (v - w + h[i]) + WD * v)
+            ends.append(v)
+            told[i] = dual[i] - hat if upload == "less" else dual[i]
+        for i, v in zip(cohort, ends, strict=True):
+            h[i] = h[i] + v - w
+        middle = mean([told[i] for i in (cohort if crowd == "active" else range(CLIENTS))])
+        w, s = mean(ends) + mean([*h.values()]), rho * middle / (np.linalg.norm(middle) + 1e-7 * (upload == "dual"))
+        yield w, w
+
+
+def speed(w, rho, penalty):
+    """FedSpeed as its paper has it: the server adds the mean dual of the round's clients."""
+    h = zeros()
+    for r, cohort in enumerate(COHORTS):
+        moves = [client(w, i, r, partial(sam, rho=rho), penalty * (h[i] - w), penalty) for i in cohort]
+        for i, move in zip(cohort, moves, strict=True):
+            h[i] = h[i] + move
+        w = w + mean(moves) + mean([h[i] for i in cohort])
+        yield w, w
+
+
 def ablation(w, form, rho, beta, tau, radius):
     """Table 6 of FedSoL: where the local loss and the KL to the global model are taken."""
 
@@ -210,6 +241,11 @@ WALKS = [
     ("fedlesam_s(0.3)", lookback, (0.3, 1)),
     ("looksam(0.3, 3, 1.0, 0.6)", looksam, (0.3, 3, 1.0, 0.6)),
     ("looksam(0.3, 2, 0.5, 0.6)", looksam, (0.3, 2, 0.5, 0.6)),
+    *(
+        (f"fedsmoo(0.2, 0.3, {sign}, '{crowd}', '{upload}')", smoo, (0.2, 0.3, sign, crowd, upload))
+        for sign, crowd, upload in ((1, "active", "dual"), (-1, "all", "dual"), (-1, "all", "less"))
+    ),
+    ("fedspeed(0.2, 0.3, 'active')", speed, (0.2, 0.3)),
     ("fedsmoo_slides(0.2, 0.3, 0.7)", slides, (0.2, 0.3, 0.7, False)),
     ("fedsmoo_slides(0.2, 0.3, 2.0, True)", slides, (0.2, 0.3, 2.0, True)),
     *(
