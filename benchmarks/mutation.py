@@ -92,6 +92,7 @@ COMMUTATIVE = (
     "slope",
 )  # slope(q, c) moves by c q
 GUARD = 1e-5  # numbers below it only keep a division finite
+HANG = 3600  # seconds after which a test that waits for something has failed
 SKIPPED = ast.Raise | ast.Assert | ast.JoinedStr  # and annotations, decorators, defaults, docstrings and option()
 
 
@@ -316,11 +317,13 @@ class Laboratory:
                 self.callers[path, name].append(item)
 
     def experiment(self, mutant: Mutant, items: list[pytest.Item]) -> None:
-        """In a child: end with 1 if a test fails, with 0 if none does; by the alarm if one never ends."""
+        """In a child: end with 1 if a test fails, with 0 if none does; by a signal if one never ends."""
         try:
             mutant.install(self.functions)
             for item in items:
-                signal.alarm(60 + int(20 * self.seconds[item]))
+                # Processor time, so that a busy machine or a frozen process kills no mutant.
+                signal.setitimer(signal.ITIMER_PROF, 60 + 20 * self.seconds[item])
+                signal.alarm(HANG)
                 if any(report.failed for report in runtestprotocol(item, log=False, nextitem=item.session)):
                     self.kills[self.order[item]] += 1
                     os._exit(1)
@@ -334,11 +337,12 @@ class Laboratory:
         """Wait for one child and write down how it ended."""
         child, status = os.wait()
         mutant, tests = running.pop(child)
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) > 1:
+        ended = os.waitstatus_to_exitcode(status)  # below 0 by a signal
+        if ended > 1 or ended == -signal.SIGKILL:
             raise RuntimeError(f"{mutant.key} could not be tried")
-        record = {"key": mutant.key, **vars(mutant), "killed": status != 0, "tests": tests}
+        record = {"key": mutant.key, **vars(mutant), "killed": ended != 0, "tests": tests}
         write(self.results, record)
-        if not status:
+        if not ended:
             self.screen.write(f"survives: {mutant.key} ({tests} tests)\n")
             self.screen.flush()
 
