@@ -9,13 +9,14 @@ from fedflat.rounds.measures import gradient_norm, margin_loss
 from fedflat.rounds.metrics import Score, bytes_of, flat_record, score
 from fedflat.rounds.server import RoundReport, conduct, first_state, view
 from fedflat.rounds.setup import Broadcast, Problem, Refusal, failure
-from fedflat.rounds.state import ServerState
+from fedflat.rounds.state import NORMS, ServerState
 from fedflat.rounds.store import ADVICE, FREED, Memory, Scratch, Table, Tables
 
 __all__ = [
     "ABOUT",
     "ADVICE",
     "FREED",
+    "NORMS",
     "STAGES",
     "About",
     "Broadcast",

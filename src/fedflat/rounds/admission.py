@@ -26,7 +26,8 @@ from fedflat.rounds.setup import FAILURES, Broadcast, Problem, Refusal
 
 ADVICE = {
     "not finite": "lower local.lr or set local.clip",
-    "norm": "lower local.lr, set local.clip, or raise admission.max_norm, admission.max_ratio or admission.outlier",
+    "norm": "lower local.lr, set local.clip, or raise the limit: admission.max_norm, admission.max_ratio, "
+    "admission.outlier, or in a deployment deployment.outlier",
     "hung": "raise admission.deadline if its local round may take that long",
     "raised": 'with admission.failures = "stop" and engine.name = "inline" its traceback is shown',
 }
@@ -45,7 +46,8 @@ class Gate:
         limits: the recipe's section `admission`.
         broadcast: what the clients of the round received.
         failed: clients that have already failed in this round.
-        scale: the running median of ‖Δ‖ over previous rounds; None if unknown or not used.
+        scales: the running median of ‖Δ‖ over previous rounds, and in a deployment of every other vector's norm; empty
+            if unknown or not used.
         hold: whether all uploads may be held back to compare them with each other.
     """
 
@@ -55,11 +57,12 @@ class Gate:
         limits: Admission,
         broadcast: Broadcast,
         failed: Iterable[Refusal] = (),
-        scale: float | None = None,
+        scales: Mapping[str, float] | None = None,
         hold: bool = False,
     ) -> None:
         self._problem, self._limits, self._broadcast = problem, limits, broadcast
-        self._scale, self._hold = scale, hold
+        self._scales, self._hold = dict(scales or {}), hold
+        self._outlier = problem.recipe.deployment.outlier if problem.deployed else limits.outlier
         self.refused = list(failed)
         self.away = {refusal.client for refusal in self.refused}
 
@@ -74,7 +77,7 @@ class Gate:
         if self._limits.max_ratio or self._hold:
             yield from self._near(list(sound))
         else:
-            yield from (upload for upload in sound if self._usual(upload, self._scale))
+            yield from (upload for upload in sound if self._usual(upload, self._scales))
 
     def _sound(self, arriving: Iterable[Upload | Refusal]) -> Iterator[Upload]:
         for each in arriving:
@@ -96,24 +99,31 @@ class Gate:
         # the order of the sums.
         self.away.difference_update(upload.client for upload in uploads)
         middle, ratio = median(upload.norm for upload in uploads) if uploads else 0.0, self._limits.max_ratio
-        known = [s for s in (self._scale, middle if len(uploads) > 2 else None) if s is not None]
+        scales = self._scales
+        if len(uploads) > 2:
+            here = middle_norms(self._problem, uploads)
+            scales = {name: max(scales.get(name, 0.0), norm) for name, norm in here.items()}
         for upload in uploads:
             if ratio and upload.norm > ratio * middle:
-                self._refuse_long(upload, f"{ratio:g} × the cohort's median {middle:.3g}")
-            elif self._usual(upload, max(known, default=None)):
+                self._refuse_long(upload, "delta", upload.norm, f"{ratio:g} × the cohort's median {middle:.3g}")
+            elif self._usual(upload, scales):
                 yield upload
 
-    def _usual(self, upload: Upload, scale: float | None) -> bool:
+    def _usual(self, upload: Upload, scales: Mapping[str, float]) -> bool:
         """Whether ‖Δᵢ‖ ≤ outlier · scale · max(1, Kᵢ/K̄), where K̄ is the mean number of steps per client.
 
-        If a client claims more samples than count, its steps are scaled down in proportion.
+        If a client claims more samples than count, its steps are scaled down in proportion. In a deployment the other
+        vectors of an upload are compared too, each with its own scale and with outlier² as factor, because some are
+        squares (FedAdamW's second moments).
         """
-        limit = self._limits.outlier * scale if self._limits.outlier and scale else math.inf
         steps = upload.steps * min(1.0, self.most / upload.samples)
-        if upload.norm <= limit or upload.norm <= limit * steps / self._mean_steps:
-            return True
-        self._refuse_long(upload, f"{self._limits.outlier:g} × the cohorts' running median {scale:.3g}")
-        return False
+        for name, scale in scales.items():
+            norm, factor = _norm(upload, name), self._outlier if name == "delta" else self._outlier**2
+            limit = factor * scale if factor and scale else math.inf
+            if not (norm <= limit or norm <= limit * steps / self._mean_steps):
+                self._refuse_long(upload, name, norm, f"{factor:g} × the cohorts' running median {scale:.3g}")
+                return False
+        return True
 
     @cached_property
     def most(self) -> float:
@@ -129,8 +139,8 @@ class Gate:
     def _mean_steps(self) -> int:
         return local_rule(self._problem, self._broadcast, -1, 1).typical_steps
 
-    def _refuse_long(self, upload: Upload, limit: str) -> None:
-        self._refuse(Refusal(upload.client, "norm", f"‖Δ‖ = {upload.norm:.3g} is more than {limit}"))
+    def _refuse_long(self, upload: Upload, name: str, norm: float, limit: str) -> None:
+        self._refuse(Refusal(upload.client, "norm", f"‖{SYMBOLS.get(name, name)}‖ = {norm:.3g} is more than {limit}"))
 
     def _refuse(self, refusal: Refusal) -> None:
         refusal = replace(refusal, reason=printable(refusal.reason, 40), detail=printable(refusal.detail))
@@ -204,14 +214,28 @@ class Gate:
             return "not finite", f"its model is no longer finite (mean loss {shown(upload.loss)})"
         if self._problem.deployed and abs(upload.loss) > MOST:
             return "claim", f"loss = {upload.loss:.3g} is beyond {MOST:g}"
-        norms = {name: float(torch.linalg.vector_norm(vector)) for name, vector in upload.vectors.items()}
-        for name, norm in {"delta": upload.norm, **norms}.items():
+        for name, norm in {"delta": upload.norm, **upload.norms}.items():
             # A norm may overflow even if no entry does.
             if not math.isfinite(norm) and not bool(torch.isfinite(upload[name]).all()):
                 return "not finite", f"{SYMBOLS.get(name, name)} has entries that are not finite"
             if norm > self._limits.max_norm:
                 return "norm", f"‖{SYMBOLS.get(name, name)}‖ = {norm:.3g} is above {self._limits.max_norm:g}"
         return None
+
+
+def compared(problem: Problem) -> list[str]:
+    """Return the vectors of an upload whose norms are compared with other clients': in a simulation only Δ."""
+    beside = problem.uploads.keys() - problem.method.figures.keys() - {"delta"} if problem.deployed else set()
+    return ["delta", *sorted(beside)]
+
+
+def middle_norms(problem: Problem, uploads: Sequence[Upload]) -> dict[str, float]:
+    """Return the median norm of each vector that is compared."""
+    return {name: median(_norm(upload, name) for upload in uploads) for name in compared(problem)}
+
+
+def _norm(upload: Upload, name: str) -> float:
+    return upload.norm if name == "delta" else upload.norms[name]
 
 
 def check_samples(samples: object, limits: Admission) -> str:
