@@ -24,7 +24,7 @@ from fedflat.flower.own import NOBODY, own_problem, with_sizes
 from fedflat.flower.service import Deployment
 from fedflat.recipe import Recipe, load
 from fedflat.rounds import About, ServerState, conduct, first_state
-from fedflat.rounds.admission import misfit, misnoted
+from fedflat.rounds.faults import misfit, misnoted
 from fedflat.runs.experiment import _record
 from fuzzing.mutators import TEXTS, odd_array, odd_field, spoilt_bytes
 from fuzzing.targets import Target

@@ -25,9 +25,11 @@ from fedflat.methods.uploads import Upload
 from fedflat.models import build
 from fedflat.models.vector import Network
 from fedflat.recipe import Admission, Deployment, Evaluation, Local, Server
-from fedflat.rounds.admission import NOTES, check_samples, counted_samples
+from fedflat.rounds.admission import check_samples, counted_samples
+from fedflat.rounds.faults import NOTES
 from fedflat.rounds.metrics import flat_record
-from fedflat.rounds.server import NORMS, conduct, first_state
+from fedflat.rounds.norms import NORMS
+from fedflat.rounds.server import conduct, first_state
 from fedflat.rounds.setup import Problem, Refusal
 from fedflat.runs.manifest import Checkpoint
 
@@ -487,6 +489,42 @@ def test_a_checkpoint_of_an_earlier_version_has_no_medians_of_the_other_vectors(
     assert torch.equal(found.vectors[other], first.vectors[other])
     assert torch.equal(found.vectors[NORMS], state.vectors[NORMS])
     assert first_state(problem("scaffold", trusted=True)).vectors.keys() == first.vectors.keys() - {other}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Means of squares
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_moment_below_zero_is_refused():
+    """Its mean may be negative too: the root of it is NaN, and no client could take a step any more."""
+    task = problem("fedadamw")
+    crowd = [honest(task, i) for i in range(5)]
+    crowd = [replace(upload, vectors={"square": upload["square"].abs()}) for upload in crowd]
+    liar = replace(crowd[4], vectors={"square": -9 * crowd[4]["square"]})
+    assert not any((after(task, [*crowd[:4], last])[0].vectors["square"] < 0).any() for last in (crowd[4], liar))
+    _, report = after(task, [*crowd[:4], liar])
+    assert [(r.client, r.reason, r.detail) for r in report.refused] == [
+        (4, "weight", "square has negative entries, but is a mean of squares")]  # fmt: skip
+
+
+def test_nor_may_a_variance_of_batch_norm_be_negative():
+    class Net(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    task = problem("fedavg")
+    task = Problem.of(task.federation, Network(Net()), parse("fedavg"), task.recipe.local, deployed=True)
+    crowd = [honest(task, i) for i in range(5)]
+    crowd = [replace(upload, vectors={"buffers": upload["buffers"].abs() + 1}) for upload in crowd]
+    spoilt = crowd[4]["buffers"].clone()
+    task.network.buffer_layout.views(spoilt)["1.running_var"].neg_()
+    _, report = after(task, [*crowd[:4], replace(crowd[4], vectors={"buffers": spoilt})])
+    assert [(r.client, r.detail) for r in report.refused] == [
+        (4, "1.running_var has negative entries, but is a mean of squares")]  # fmt: skip
+    spoilt = crowd[4]["buffers"].clone()
+    task.network.buffer_layout.views(spoilt)["1.running_mean"].neg_()
+    assert after(task, [*crowd[:4], replace(crowd[4], vectors={"buffers": spoilt})])[1].refused == []
 
 
 # --------------------------------------------------------------------------------------------------------------------

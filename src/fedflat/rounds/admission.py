@@ -7,21 +7,20 @@ the client's memory.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from statistics import median
-from typing import Any
 
 import torch
 
 from fedflat.errors import DataError, FedflatError, TrainingError, printable, shown
 from fedflat.federation import Federation
-from fedflat.local import Vectors
 from fedflat.methods import Upload
 from fedflat.recipe import Admission
 from fedflat.rounds.client import local_rule
+from fedflat.rounds.faults import MOST, misfit, misnoted, negative, number, whole
+from fedflat.rounds.norms import middle_norms, norm_of
 from fedflat.rounds.setup import FAILURES, Broadcast, Problem, Refusal
 
 ADVICE = {
@@ -32,8 +31,6 @@ ADVICE = {
     "raised": 'with admission.failures = "stop" and engine.name = "inline" its traceback is shown',
 }
 SYMBOLS = {"delta": "Δ"}
-MOST = 1e9  # limit on a client's steps, learning rate, figures and notes: above any valid value, far below overflow
-NOTES = 1000  # limit per upload of a client
 CLOSE = 1e-3  # relative error allowed for a number that the server knows: float32, and other libraries
 FAR = 1e3  # allowed factor between a client's numbers and the recipe's if the server has no better estimate
 
@@ -118,7 +115,7 @@ class Gate:
         """
         steps = upload.steps * min(1.0, self.most / upload.samples)
         for name, scale in scales.items():
-            norm, factor = _norm(upload, name), self._outlier if name == "delta" else self._outlier**2
+            norm, factor = norm_of(upload, name), self._outlier if name == "delta" else self._outlier**2
             limit = factor * scale if factor and scale else math.inf
             if not (norm <= limit or norm <= limit * steps / self._mean_steps):
                 self._refuse_long(upload, name, norm, f"{factor:g} × the cohorts' running median {scale:.3g}")
@@ -165,6 +162,7 @@ class Gate:
             or self._misweighed(upload)
             or self._misclaimed(upload)
             or misnoted(upload.notes, self._problem)
+            or negative(upload, self._problem)
             or self._unbounded(upload)
         )
         return Refusal(upload.client, *fault) if fault else None
@@ -172,9 +170,9 @@ class Gate:
     def _misweighed(self, upload: Upload) -> tuple[str, str] | None:
         if wrong := check_samples(upload.samples, self._limits):
             return "weight", wrong
-        if not (_whole(upload.steps) and 1 <= upload.steps <= MOST):
+        if not (whole(upload.steps) and 1 <= upload.steps <= MOST):
             return "weight", f"steps = {shown(upload.steps)} is not a whole number from 1 to {MOST:g}"
-        if not (_number(upload.lr) and 0 < upload.lr <= MOST):
+        if not (number(upload.lr) and 0 < upload.lr <= MOST):
             return "weight", f"lr = {shown(upload.lr)} is not above 0 and at most {MOST:g}"
         for name in self._problem.method.figures:
             if not bool(((upload[name] > 0) & (upload[name] <= MOST)).all()):
@@ -210,7 +208,7 @@ class Gate:
         return None
 
     def _unbounded(self, upload: Upload) -> tuple[str, str] | None:
-        if not (_number(upload.loss) and math.isfinite(upload.loss)):
+        if not (number(upload.loss) and math.isfinite(upload.loss)):
             return "not finite", f"its model is no longer finite (mean loss {shown(upload.loss)})"
         if self._problem.deployed and abs(upload.loss) > MOST:
             return "claim", f"loss = {upload.loss:.3g} is beyond {MOST:g}"
@@ -223,28 +221,13 @@ class Gate:
         return None
 
 
-def compared(problem: Problem) -> list[str]:
-    """Return the vectors of an upload whose norms are compared with other clients': in a simulation only Δ."""
-    beside = problem.uploads.keys() - problem.method.figures.keys() - {"delta"} if problem.deployed else set()
-    return ["delta", *sorted(beside)]
-
-
-def middle_norms(problem: Problem, uploads: Sequence[Upload]) -> dict[str, float]:
-    """Return the median norm of each vector that is compared."""
-    return {name: median(_norm(upload, name) for upload in uploads) for name in compared(problem)}
-
-
-def _norm(upload: Upload, name: str) -> float:
-    return upload.norm if name == "delta" else upload.norms[name]
-
-
 def check_samples(samples: object, limits: Admission) -> str:
     """Return what is wrong with a client's claimed number of samples, in its hello or upload; empty if valid.
 
     >>> check_samples(2**62, Admission())
     'samples = 4611686018427387904 is not a whole number from 1 to 1000000000 (admission.max_samples)'
     """
-    if isinstance(samples, int) and _whole(samples) and 1 <= samples <= limits.max_samples:
+    if isinstance(samples, int) and whole(samples) and 1 <= samples <= limits.max_samples:
         return ""
     return f"samples = {shown(samples)} is not a whole number from 1 to {limits.max_samples} (admission.max_samples)"
 
@@ -267,92 +250,9 @@ def known_samples(federation: Federation, client: int) -> int | None:
         return None
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, float) or (_whole(value) and abs(value) < 2**1000)
-
-
 def _span(known: Sequence[float | None], like: Sequence[float]) -> list[tuple[float, float]]:
     """The allowed range of numbers: close to a known value, else within a factor of similar ones."""
     return [
         (about / FAR, about * FAR) if value is None else (value * (1 - CLOSE), value * (1 + CLOSE))
         for value, about in zip(known, like, strict=True)
     ]
-
-
-def misnoted(notes: Mapping[str, float], problem: Problem) -> tuple[str, str] | None:
-    """Return what is wrong with a client's notes: too many, an undeclared name, or an extreme value.
-
-    Nothing is checked in a simulation: a user-defined part may add notes that the small example did not show.
-
-    Returns:
-        The reason in a word and the details; None if nothing is wrong.
-    """
-    if not problem.deployed or not notes:
-        return None
-    if len(notes) > NOTES:
-        return "notes", f"{len(notes):,} of them, where {NOTES:,} are allowed"
-    layers = _layers(problem)
-    for name, value in notes.items():
-        if not _declared(name, problem.notes, layers):
-            return "notes", f"{shown(name)} is not a name under which this method notes anything"
-        if not (_number(value) and abs(value) <= MOST):
-            return "notes", f"{name} = {shown(value)} is not a number within ±{MOST:g}"
-    return None
-
-
-def _declared(name: object, names: Set[str], layers: Set[str]) -> bool:
-    """Whether the method declares this name, where * stands for a layer; "relu#2" is the second use of relu."""
-    if not isinstance(name, str):
-        return False
-    root, _, layer = name.rpartition("/")
-    return name in names or (f"{root}/*" in names and re.sub(r"#[1-9][0-9]?$", "", layer) in layers)
-
-
-def _layers(problem: Problem) -> set[str]:
-    """The names of the network's modules, and of parameters outside any module."""
-    modules = {name for name, _ in problem.network.module.named_modules()}
-    return modules | {name for name in problem.network.layout.shapes if "." not in name}
-
-
-def misfit(upload: Upload, problem: Problem) -> tuple[str, str] | None:
-    """Return what is wrong with the names, shapes or dtypes of a client's upload.
-
-    Returns:
-        The reason in a word and the details; None if nothing is wrong.
-    """
-    sizes, dtype = problem.uploads, problem.network.weights.dtype
-    vectors = {"delta": upload.delta, **upload.vectors}
-    return _misnamed({*upload.vectors}, {*sizes} - {"delta"}) or _misshapen(vectors, sizes, dtype)
-
-
-def misfit_memory(kept: Vectors, problem: Problem) -> tuple[str, str] | None:
-    """Return what is wrong with the shapes or dtypes of the memory that a client wants to keep.
-
-    Returns:
-        The reason in a word and the details; None if nothing is wrong.
-    """
-    known = {name: kept[name] for name in problem.memory.keys() & kept.keys()}
-    return _misshapen(known, problem.memory, problem.network.weights.dtype)
-
-
-def _misnamed(found: Set[str], expected: Set[str]) -> tuple[str, str] | None:
-    missing, extra = expected - found, found - expected
-    if missing:
-        return "names", f"{', '.join(sorted(missing))} is missing"
-    return ("names", f"{', '.join(sorted(map(shown, extra)))} was not asked for") if extra else None
-
-
-def _misshapen(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, int], dtype: torch.dtype
-) -> tuple[str, str] | None:
-    for name, vector in found.items():
-        if not isinstance(vector, torch.Tensor) or vector.shape != (expected[name],):
-            shape = tuple(vector.shape) if isinstance(vector, torch.Tensor) else type(vector).__name__
-            return "shape", f"{name} is {shape}, not {(expected[name],)}"
-        if vector.dtype != dtype:
-            return "dtype", f"{name} is {vector.dtype}, not {dtype}"
-    return None

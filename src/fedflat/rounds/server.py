@@ -13,16 +13,14 @@ from torch import Tensor
 
 from fedflat.methods import ServerView, Uploads, collect
 from fedflat.recipe import Admission, Evaluation, Server
-from fedflat.rounds.admission import Gate, compared, middle_norms
+from fedflat.rounds.admission import Gate
 from fedflat.rounds.cohort import expected_cohort
 from fedflat.rounds.interface import Engine, one_thread
 from fedflat.rounds.measures import SINGLE, measured
 from fedflat.rounds.metrics import bytes_of
+from fedflat.rounds.norms import first_medians, next_medians, running_medians
 from fedflat.rounds.setup import Broadcast, Problem, Refusal
-from fedflat.rounds.state import NORMS, ServerState
-
-WINDOW = 5  # rounds of the running median
-FALL = 0.95  # a round's median counts as at least this share of the running median
+from fedflat.rounds.state import ServerState
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,7 @@ def first_state(problem: Problem) -> ServerState:
     """Return the state before round 0: the network's initial weights, and zeros for the state of the parts."""
     network = problem.network
     weights, buffers = network.weights.clone(), network.buffers.clone()
-    norms = {_key(name): torch.zeros(WINDOW, dtype=torch.float64) for name in compared(problem)}
-    return ServerState(weights, buffers, {**problem.method.first_state(weights), **norms})
+    return ServerState(weights, buffers, {**problem.method.first_state(weights), **first_medians(problem)})
 
 
 def view(problem: Problem, state: ServerState, server: Server | None = None) -> ServerView:
@@ -99,7 +96,9 @@ def conduct(
         sent["buffers"] = state.buffers
     broadcast = Broadcast(state.round, local.lr * local.lr_decay**state.round, sent)
     single = bool(SINGLE & {*watch.measures}) or not problem.method.only_averages
-    uploads, gate = _heard(problem, server, engine, broadcast, cohort, limits, single, _scales(problem, state))
+    uploads, gate = _heard(
+        problem, server, engine, broadcast, cohort, limits, single, running_medians(problem, state.vectors)
+    )
     report = RoundReport(
         cohort=sorted(_same(upload.client) for upload in uploads),
         local_loss=sum(w * u.loss for w, u in zip(uploads.weights, uploads, strict=True)) if uploads else math.nan,
@@ -121,38 +120,8 @@ def conduct(
         due = round == server.rounds or bool(watch.every and round % watch.every == 0)
         report = replace(report, measures=measured(engine, state, merged, uploads, sent["weights"], watch, due))
     engine.remember(uploads)
-    return replace(merged, round=state.round + 1, vectors={**merged.vectors, **_norms(problem, state, uploads)}), report
-
-
-def _key(name: str) -> str:
-    """The key in the server's state of the cohorts' median norms in the last rounds, 0 = none."""
-    return NORMS if name == "delta" else f"{NORMS}.{name}"
-
-
-def _scales(problem: Problem, state: ServerState) -> dict[str, float]:
-    """The running median of ‖Δ‖ and of the norms of the other compared vectors: the median of the last rounds' medians.
-
-    Empty if there is none yet, or if the server may not compare clients: when privacy rests on a sum, one client's
-    upload must not decide whether others count.
-    """
-    if problem.method.always_moves:
-        return {}
-    windows = {name: state.vectors[_key(name)] for name in compared(problem)}
-    return {name: float(norms[norms > 0].quantile(0.5)) for name, norms in windows.items() if bool((norms > 0).any())}
-
-
-def _norms(problem: Problem, state: ServerState, uploads: Uploads) -> dict[str, Tensor]:
-    """The windows of medians after one more round.
-
-    The running median falls slowly: as training converges, most honest updates become short before all of them do.
-    """
-    found, scales = {}, _scales(problem, state)
-    for name, middle in (middle_norms(problem, uploads) if uploads else {}).items():
-        if math.isfinite(middle):  # a norm may overflow even if no entry does
-            window = state.vectors[_key(name)]
-            new = max(middle, FALL * scales.get(name, 0.0))
-            found[_key(name)] = torch.cat([window[1:], window.new_tensor([new])])
-    return found
+    vectors = {**merged.vectors, **next_medians(problem, state.vectors, uploads)}
+    return replace(merged, round=state.round + 1, vectors=vectors), report
 
 
 def _not_finite(before: ServerState, after: ServerState) -> str:

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from fedflat.local import Vectors
 
-NORMS = "gate.norms"  # begins the names of admission's running medians in the state; methods have other names
-
 
 @dataclass(frozen=True)
 class ServerState:
