@@ -117,6 +117,18 @@ def test_nor_is_a_part_of_a_method(spy):
     assert client.train()[0]["refused"].startswith("code: os:system is not part of fedflat")
 
 
+@pytest.mark.parametrize("change", ["task=os:system", "task=classification(loss=sly:Loss)", "data.name=sly_data:Set"])
+def test_nor_is_a_task_or_a_data_set(spy, change):
+    client = spy()
+    client.recipe = load(None, [change])
+    client.grid.app = client_app(client.recipe)
+    named = change.partition("=")[2].removeprefix("classification(loss=").removesuffix(")")
+    assert (
+        client.train()[0]["refused"]
+        == f"code: {named} is not part of fedflat, and this client's policy does not list it"
+    )
+
+
 def test_only_the_recipe_that_the_client_agreed_to_is_followed(spy, small):
     agreed = policies.digest(small())
     assert "refused" not in spy(policy=f'recipe = "sha256:{agreed}"').train()[0]
@@ -137,7 +149,14 @@ def test_a_run_keeps_the_recipe_that_it_began_with(spy, small):
 def test_what_the_server_alone_decides_is_not_in_the_digest(small):
     same = ["server.rounds=9", "server.cohort=2", "admission.quorum=2", "evaluation.every=0", "deployment.wait=9",
             "checkpoint.every=3", "engine.workers=2", "data.dir=/elsewhere"]  # fmt: skip
-    other = ["local.epochs=7", 'evaluation.measures=["proximal"]', "split.clients=5", "precision=float64", "seed=1"]
+    other = [
+        "local.epochs=7",
+        'evaluation.measures=["proximal"]',
+        "split.clients=5",
+        "precision=float64",
+        "seed=1",
+        "task=regression",
+    ]
     assert {policies.digest(small(change)) for change in same} == {policies.digest(small())}
     assert policies.digest(small()) not in {policies.digest(small(change)) for change in other}
 

@@ -5,7 +5,7 @@ import math
 import re
 import time
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import ClassVar
 
@@ -458,6 +458,40 @@ def test_one_client_of_ten_that_flips_and_scales_its_update_by_ten_spoils_nothin
             found[kind, deployed] = engine.score(state, "test", 500).values["accuracy"]
     assert found[Inline, True] > 0.85 and found[Flipping, True] > found[Inline, True] - 0.05
     assert found[Flipping, False] < 0.5, "where the limit is wide, the attack works"
+
+
+class Boasting(Federation):
+    """A federation whose first client said in its hello that it has a billion samples."""
+
+    def samples(self, client):
+        return 10**9 if client == 0 else super().samples(client)
+
+
+class Reversing(Inline):
+    """An engine whose first client sends minus its honest update, as one of a billion samples."""
+
+    def local_rounds(self, broadcast, cohort):
+        for upload in super().local_rounds(broadcast, cohort):
+            yield replace(upload, delta=-upload.delta, samples=10**9) if upload.client == 0 else upload
+
+
+def test_nor_does_one_that_claims_a_billion_samples_in_its_hello_and_flips_its_update():
+    found, federation = {}, federate("digits", clients=10, alpha=0.5)
+    boasting = Boasting(**{field.name: getattr(federation, field.name) for field in fields(federation)})
+    for kind, share in (Inline, 3.0), (Reversing, 3.0), (Reversing, 10.0), (Reversing, 0.0):
+        network = Network(build("mlp", (1, 8, 8), 10, torch.Generator().manual_seed(0), hidden=[16]))
+        data = federation if kind is Inline else boasting
+        task = Problem.of(data, network, parse("fedavg"), Local(steps=5, batch=0, lr=0.3), deployed=True)
+        state = first_state(task)
+        with closing(kind(task)) as engine:
+            for _ in range(10):
+                limits = Admission(max_share=share)
+                state, report = conduct(task, state, engine, range(10), Server(cohort=10), limits=limits)
+                assert report.refused == []
+            found[kind, share] = engine.score(state, "test", 500).values["accuracy"]
+    assert Admission().max_share == 3.0
+    assert found[Reversing, 3.0] > found[Inline, 3.0] - 0.1
+    assert found[Reversing, 10.0] < 0.5 and found[Reversing, 0.0] < 0.5, "as ten clients of nineteen it spoils all"
 
 
 def test_a_private_sum_compares_nobody():

@@ -99,6 +99,7 @@ def client_side(recipe: Recipe) -> dict[str, Any]:
         "evaluation": recipe.evaluation.model_dump(include=told),
         "deployment": recipe.deployment.model_dump(include={"draws", "memory"}),
         "seed": recipe.seed if rehearsed else None,
+        **({"task": recipe.task} if recipe.task else {}),
     }
 
 
@@ -136,8 +137,8 @@ def check_recipe(policy: Policy, recipe: Recipe, asked: Any) -> Method:
 
 def named_code(recipe: Recipe) -> list[str]:
     """Return the import paths in a recipe that lead outside fedflat."""
-    names = [str(recipe.model.name)] if ":" in str(recipe.model.name) else []
-    names += re.findall(r"[\w.]+:\w+", spell(recipe.method))
+    names = [str(name) for name in (recipe.model.name, recipe.data.name) if ":" in str(name)]
+    names += re.findall(r"[\w.]+:\w+", f"{spell(recipe.method)} {recipe.task or ''}")
     return [name for name in names if name.split(":")[0].split(".")[0] != OURS]
 
 
