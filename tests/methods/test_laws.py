@@ -224,7 +224,9 @@ def test_a_part_at_zero_costs_no_pass(method, passes):
     assert trial.passes(parse(method)) == passes
 
 
-@pytest.mark.parametrize(("method", "gradients"), [("looksam", 6 / 5), ("looksam(every=2)", 1.5), ("looksam(every=1)", 2)])
+@pytest.mark.parametrize(
+    ("method", "gradients"), [("looksam", 6 / 5), ("looksam(every=2)", 1.5), ("looksam(every=1)", 2)]
+)
 def test_an_ascent_in_every_kth_step_costs_one_gradient_in_k_steps(method, gradients):
     assert trial.passes(parse(method)) == (gradients, 0)
 

@@ -68,7 +68,9 @@ class Sheet:
         """
         file = Path(path)
         if form is None and file.suffix not in ENDINGS:
-            raise RecipeError(f"{file}: its ending tells no form of a table; give .tex, .md, .csv, .html or .txt")
+            raise RecipeError(
+                f"{file}: a table is written as .tex, .md, .csv, .html or .txt; choose one of these endings"
+            )
         text = self.write(form or ENDINGS[file.suffix])
         with written_to(file, "choose another file"):
             write_whole(file, text.encode(), public=True)

@@ -107,13 +107,17 @@ class Result(Shown):
     @property
     def accuracy(self) -> float:
         """The accuracy after the last evaluated round; NaN if labels are not classes."""
-        return self.last("accuracy")
+        known = any("accuracy" in record for record in self.history)
+        return self.last("accuracy") if known else math.nan
 
     def last(self, name: str | None = None) -> float:
-        """Return a metric after the last evaluated round, by default the one that tables follow; NaN without one."""
-        name = name or self.recipe.metric
-        values = [found for record in self.history if (found := flat_record(record).get(name)) is not None]
-        return values[-1] if values else math.nan
+        """Return a metric after the last evaluated round, by default the one that tables follow.
+
+        Raises:
+            RecipeError: if no round has a metric of this name.
+        """
+        values = self.curve(name or self.recipe.metric)
+        return values[-1][1] if values else math.nan
 
     @property
     def summary(self) -> Record:
