@@ -112,3 +112,21 @@ def test_flatness_refuses_no_eigenvalue_and_a_loss_that_is_not_a_function():
         fedflat.flatness.look(net(), data, k=0)
     with pytest.raises(RecipeError, match="loss: is a str; give a function"):
         fedflat.flatness.look(net(), data, loss="cross-entropy")
+
+
+def test_tables_and_figures_take_lists_of_results_and_name_methods_by_what_is_not_default(federation):
+    results = {m: fedflat.train(federation, "mlp", m, rounds=1) for m in ("fedavg", "feddyn + man(0.2)")}
+    assert "Result of feddyn + man(zeta=0.2) after 1 rounds" in repr(results["feddyn + man(0.2)"])
+    assert str(fedflat.report.table(list(results.values()))) == str(fedflat.report.table(*results.values()))
+    assert len(fedflat.report.plot(results).axes[0].lines) == 2
+    with pytest.raises(RecipeError, match="one is of type int; give directories of runs"):
+        fedflat.report.plot([3])
+    assert next(iter(results["fedavg"].to_frame())) == "round"
+
+
+def test_a_notebook_shows_a_table_once(federation, monkeypatch):
+    shown = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *given: shown.append(given))
+    table = fedflat.report.table(fedflat.train(federation, net(), rounds=1))
+    assert "accuracy_last" in repr(table) and shown == []

@@ -18,7 +18,7 @@ from fedflat.flatness.borrowed import borrowed
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.samples import Collate, Fields, batches_of
 from fedflat.local import Loss
-from fedflat.models.explained import explained
+from fedflat.models import explained
 from fedflat.tasks import TASKS
 from fedflat.tokens import IGNORED
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from fedflat.errors import RecipeError
 from fedflat.federation import Federation
-from fedflat.models import Network
-from fedflat.models.explained import explained
+from fedflat.models import Network, explained
 from fedflat.tasks import Task
 
 FEW = 4  # samples of the pass

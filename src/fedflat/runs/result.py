@@ -18,6 +18,7 @@ from fedflat.errors import RecipeError, RunError, nearest
 from fedflat.federation import Federation, taking_raw
 from fedflat.files import read_whole
 from fedflat.local import Loss
+from fedflat.methods import concise
 from fedflat.models import own_output
 from fedflat.recipe import Recipe
 from fedflat.rounds import Problem, flat_record
@@ -144,7 +145,7 @@ class Result(Shown):
         rounds = self.history[-1]["round"] if self.history else 0
         reached = "" if math.isnan(self.last()) else f", {self.recipe.metric} {self.last():.4f}"
         where = f", in {self.directory}" if self.directory else ""
-        return f"Result of {self.recipe.method} after {rounds} rounds{reached}{where}"
+        return f"Result of {concise(self.recipe.method)} after {rounds} rounds{reached}{where}"
 
     def __repr__(self) -> str:
         return f"<{self.caption()}>"
@@ -155,7 +156,7 @@ class Result(Shown):
 
     def to_frame(self) -> Any:
         """One row for each round, as a pandas DataFrame if pandas is installed, otherwise as a list of dictionaries."""
-        return framed(flat_record(record) for record in self.history)
+        return framed({"round": record["round"], **flat_record(record)} for record in self.history)
 
     def plot(self, ax: Any = None, metric: str | None = None, label: str = "") -> Any:
         """Draw a metric over the rounds, and return the axes.
