@@ -86,6 +86,8 @@ def write_app(directory: Path, recipe: Recipe, insecure: bool = False, port: int
         RecipeError: if the name of the directory cannot be used.
     """
     directory = directory.resolve()
+    if directory.exists() and not directory.is_dir():
+        raise RunError(f"{directory}: is a file; choose another directory")
     if directory.exists() and any(directory.iterdir()):
         raise RunError(f"{directory}: is not empty; choose another directory")
     name = _package(directory)
