@@ -31,7 +31,7 @@ from fedflat.methods import CATALOGUE, Upload
 from fedflat.recipe import load
 from fedflat.rounds import Broadcast, Problem, Refusal, conduct, draw_cohort, first_state
 from fedflat.rounds.client import local_rule
-from fedflat.rounds.norms import FALL, WINDOW
+from fedflat.rounds.medians import FALL, WINDOW
 from fedflat.runs.build import prepare
 
 ABOVE = (3, 5, 10, 25)
