@@ -129,9 +129,11 @@ def test_under_local_noise_the_clients_losses_stay_with_them(deployed, small):
     assert all(record["local_loss"] is None and record["epsilon"] > 0 for record in records)
 
 
-def test_questions_that_no_client_would_answer_are_not_asked(deployed, small):
-    with pytest.raises(RecipeError, match=r"^evaluation.sharpness: clients with a private method answer no question"):
-        deployed(small(LOCAL, "deployment.draws=secret", "evaluation.sharpness=1"))
+@pytest.mark.parametrize("asked", ["evaluation.sharpness=1", 'evaluation.measures=["local_curvature"]'])
+def test_questions_that_no_client_would_answer_are_not_asked(deployed, small, asked):
+    field = asked.partition("=")[0]
+    with pytest.raises(RecipeError, match=f"^{field}: clients with a private method answer no question"):
+        deployed(small(LOCAL, "deployment.draws=secret", asked))
 
 
 def test_cohorts_that_anybody_can_compute_are_for_rehearsals(deployed, small):

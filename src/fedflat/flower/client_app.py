@@ -230,8 +230,7 @@ def _measured(question: Question, desk: Desk) -> RecordDict:
     The recipe sets the number of samples; this client chooses them.
     """
     from fedflat.engine import settled_worker
-    from fedflat.flatness import HessianProduct, Portion
-    from fedflat.flatness.federated import TopEigenvalue
+    from fedflat.flatness import HessianProduct, Portion, TopEigenvalue
     from fedflat.flower import messages
     from fedflat.flower.policy import check_question
     from fedflat.rounds import one_thread

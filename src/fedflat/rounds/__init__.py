@@ -7,8 +7,8 @@ from fedflat.rounds.cohort import cohort_seed, cohort_size, draw_cohort
 from fedflat.rounds.faults import misfit, misfit_memory
 from fedflat.rounds.interface import Engine, chunks, groups, one_thread, unless_seen
 from fedflat.rounds.measures import gradient_norm, margin_loss
+from fedflat.rounds.medians import NORMS
 from fedflat.rounds.metrics import Score, bytes_of, flat_record, score
-from fedflat.rounds.norms import NORMS
 from fedflat.rounds.server import RoundReport, conduct, first_state, view
 from fedflat.rounds.setup import Broadcast, Problem, Refusal, failure
 from fedflat.rounds.state import ServerState

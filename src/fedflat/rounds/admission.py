@@ -20,7 +20,7 @@ from fedflat.methods import Upload
 from fedflat.recipe import Admission
 from fedflat.rounds.client import local_rule
 from fedflat.rounds.faults import MOST, misfit, misnoted, negative, number, whole
-from fedflat.rounds.norms import middle_norms, norm_of
+from fedflat.rounds.medians import middle_norms, norm_of
 from fedflat.rounds.setup import FAILURES, Broadcast, Problem, Refusal
 
 ADVICE = {

@@ -17,8 +17,8 @@ from fedflat.rounds.admission import Gate
 from fedflat.rounds.cohort import expected_cohort
 from fedflat.rounds.interface import Engine, one_thread
 from fedflat.rounds.measures import SINGLE, measured
+from fedflat.rounds.medians import first_medians, next_medians, running_medians
 from fedflat.rounds.metrics import bytes_of
-from fedflat.rounds.norms import first_medians, next_medians, running_medians
 from fedflat.rounds.setup import Broadcast, Problem, Refusal
 from fedflat.rounds.state import ServerState
 
