@@ -45,8 +45,8 @@ def running_medians(problem: Problem, state: Vectors) -> dict[str, float]:
     """
     if problem.method.always_moves:
         return {}
-    windows = {name: state[_key(name)] for name in compared(problem)}
-    return {name: float(norms[norms > 0].quantile(0.5)) for name, norms in windows.items() if bool((norms > 0).any())}
+    windows = {name: [norm for norm in state[_key(name)].tolist() if norm > 0] for name in compared(problem)}
+    return {name: median(norms) for name, norms in windows.items() if norms}
 
 
 def next_medians(problem: Problem, state: Vectors, uploads: Sequence[Upload]) -> Vectors:
