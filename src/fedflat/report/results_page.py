@@ -69,7 +69,10 @@ def page(found: Sequence[State]) -> str:
     for state in found:
         lines += ["", *_section(state)]
     lines += ["", *_searches(), "## The studies", ""]
-    lines += ["Test accuracy over the rounds: the mean of the seeds, and their range.", ""]
+    lines += [
+        "Test accuracy over the rounds: the mean of the seeds, and in figures of at most four curves their range.",
+        "",
+    ]
     for name in study_curves(found):
         lines += [f"### {name}", "", f"![{name}]({FIGURES}/study-{name}.svg)", ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -96,9 +99,7 @@ def _searches() -> list[str]:
     if not files:
         return []
     lines = ["## The searches", ""]
-    lines += [
-        "The settings of the tuned claims, each found by `fedflat tune` with the same budget for every method, on"
-    ]
+    lines += ["The settings of the tuned claims, found by `fedflat tune` with the same budget for every method, on"]
     lines += ["samples held out from the clients' training data and on seeds from 10,000 on."]
     for path in files:
         rows = tuned_rows(read_tuned(path))

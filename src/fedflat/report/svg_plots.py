@@ -12,7 +12,7 @@ from fedflat.runs import Effect
 
 WORDS = {"holds": "#009E73", "does not hold": "#D55E00", "undecided": "#767676"}
 LINE, LEFT, PLOT = 26, 430, 250  # of a forest: height of a row, width of its names, width of its axes
-BESIDE = 230  # width of the effects in numbers, right of the axes
+BESIDE = 270  # width of the effects in numbers, right of the axes
 BANDS = 4  # with more curves than this the bands of the seeds would hide each other
 LETTER = 6.9  # average width of a letter of a legend
 FONT = 'font-family="system-ui, sans-serif" font-size="13"'
