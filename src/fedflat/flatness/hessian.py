@@ -166,7 +166,10 @@ def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed
 
     Raises:
         TrainingError: Lanczos did not converge.
+        RecipeError: `k` is less than 1.
     """
+    if k < 1:
+        raise RecipeError(f"k = {k}: ask for at least one eigenvalue")
     before = hessian.products
     try:
         values, vectors, residuals = largest(hessian, k, tolerance, seed)
