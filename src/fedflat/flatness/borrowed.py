@@ -31,12 +31,12 @@ def borrowed(module: nn.Module) -> Iterator[nn.Module]:
         stack.callback(module.register_forward_pre_hook(_spread, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(_logits).remove)
         try:
-            for part in sparse:  # sparse gradients have no second derivative
-                part.sparse = False
+            for table in sparse:  # sparse gradients have no second derivative
+                table.sparse = False
             yield module.eval()
         finally:
-            for part in sparse:
-                part.sparse = True
+            for table in sparse:
+                table.sparse = True
             for part, flag in training.items():
                 part.training = flag
             with torch.no_grad():

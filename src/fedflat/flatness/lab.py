@@ -67,6 +67,7 @@ class Sharpness(Shown):
         names = (f"one ascent\nρ = {self.rho:g}", f"average\nρ = {self.rho:g}", f"adaptive\nρ = {self.adaptive_rho:g}")
         bars = axes.bar(names, (self.ascent, self.average, self.adaptive), color=COLOURS[:3])
         axes.bar_label(bars, fmt="%.3g", padding=3)  # the average is often a thousand times smaller than the others
+        axes.margins(y=0.12)
         ends = [[self.average - self.average_low], [self.average_high - self.average]]
         axes.errorbar([names[1]], [self.average], yerr=ends, capsize=3, color="black")
         axes.set(ylabel="rise of the loss")
