@@ -5,6 +5,7 @@ python -m fedflat.report.results_page docs
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -116,7 +117,8 @@ def _table(effects: Sequence[Effect]) -> list[str]:
     for effect in effects:
         beside = effect.printed
         if effect.pooled:
-            beside = "{:+.2f} ({:+.2f} to {:+.2f})".format(*effect.pooled).replace("-", "−")
+            tau, *ends = (f"{value:+.2f}".replace("-", "−") for value in effect.pooled)
+            beside = tau if math.isnan(effect.pooled[1]) else f"{tau} ({' to '.join(ends)})"
         seeds = str(effect.finding.seeds)
         row = (effect.name, bound_text(effect), effect_text(effect), seeds, str(effect.finding), beside)
         lines.append(f"| {' | '.join(map(_cell, row))} |")
