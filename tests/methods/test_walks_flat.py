@@ -79,9 +79,7 @@ def lookback(w, rho, controls):
         moves, changes = [], []
         for i in cohort:
             back = rho * unit(seen.get(i, w) - w)
-            moves.append(
-                sgd(w, i, r, lambda v, batch, back=back: gradient(v + back, batch), controls * (c - own[i]))
-            )
+            moves.append(sgd(w, i, r, lambda v, batch, back=back: gradient(v + back, batch), controls * (c - own[i])))
             seen[i] = w
             changes.append(-c - moves[-1] / (len(stream(i)) * rate(r)))
             own[i] = own[i] + changes[-1]
