@@ -71,11 +71,11 @@ def mean(vectors):
     return sum(vectors) / len(vectors)
 
 
-def sgd(w, client, r, pull=0.0):
-    """A client's Δ by SGD with weight decay and a constant pull."""
+def sgd(w, client, r, slope=gradient, pull=0.0, spring=0.0):
+    """A client's Δ by SGD on `slope(w, batch)`, with weight decay, a constant pull and λ w."""
     start = w
     for batch in stream(client):
-        w = w - rate(r) * (gradient(w, batch) + pull + WD * w)
+        w = w - rate(r) * (slope(w, batch) + pull + (WD + spring) * w)
     return w - start
 
 
@@ -96,3 +96,12 @@ def rounds(method, cohorts=COHORTS, **facts):
             state, report = conduct(problem, state, engine, cohort, server)
             assert report.cohort == cohort
             yield state.weights.numpy(), problem.method.evaluated(view(problem, state, server)).numpy()
+
+
+def assert_walked(method, walk, options):
+    """fedflat's rounds of a method are those of the walk to 1e-12, and they are not FedAvg's."""
+    for (ours, shown), (theirs, expected) in zip(rounds(method), walk(data()[1], *options), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(shown, expected, rtol=0, atol=1e-12)
+    *_, (plain, _) = rounds("fedavg")
+    assert abs(ours - plain).max() > 1e-3

@@ -87,7 +87,8 @@ def test_a_product_of_lower_rank_keeps_the_rest_of_a():
 
 def test_the_rest_of_a_is_what_lies_farthest_from_the_rows_of_the_product():
     """P has only the first row of A, which is by far the longest; the two short ones stay."""
-    a = torch.diag(torch.tensor([9.0, 2.0, 1.0], dtype=torch.float64))
+    a = torch.zeros(3, 5, dtype=torch.float64)
+    a[0, 0], a[1, 3], a[2, 4] = 9.0, 2.0, 1.0
     b = torch.tensor([[1.0, 0, 0], [2.0, 0, 0]], dtype=torch.float64)
     new_a, new_b = refactored([(a, b)] * 2, [0.5, 0.5])
     torch.testing.assert_close(new_a, a, rtol=1e-12, atol=1e-12)
@@ -111,10 +112,12 @@ def test_the_factors_scale_with_the_clients_factors(scale):
 def test_nearly_dependent_rows_do_not_blow_up():
     """A's mean may be nearly orthogonal to the rows of P; its smallest singular value is then lifted."""
     a, b = drawn(2, 8), drawn(6, 2, seed=1)
-    clients = [(a, b), (-a + 1e-9 * drawn(2, 8, seed=2), -b)]
-    new_a, new_b = refactored(clients, [0.5, 0.5])
-    torch.testing.assert_close(new_b @ new_a, b @ a, rtol=1e-6, atol=1e-6)
-    assert float(torch.linalg.cond(new_a)) < 2e3
+    for signs in (-1.0, -1.0), (1.0, -1.0):  # both rows of the mean nearly vanish, or one of them
+        flip = torch.diag(torch.tensor(signs, dtype=torch.float64))
+        clients = [(a, b), (flip @ a + 1e-9 * drawn(2, 8, seed=2), b @ flip)]
+        new_a, new_b = refactored(clients, [0.5, 0.5])
+        torch.testing.assert_close(new_b @ new_a, b @ a, rtol=1e-6, atol=1e-6)
+        assert float(torch.linalg.cond(new_a)) < 2e3
     zero_a, zero_b = refactored([(0 * a, b), (0 * a, b)], [0.5, 0.5])
     assert zero_a.isfinite().all() and zero_b.isfinite().all()
 
