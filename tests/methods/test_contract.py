@@ -16,6 +16,7 @@ from fedflat.methods.parser import parse
 from fedflat.methods.part import ServerView, Wrapper
 from fedflat.methods.parts import ActivationNorm, ConsensusAscent, DynamicDual, LocalPrivacy, ProximalAscent
 from fedflat.methods.uploads import Upload
+from fedflat.models import Layout
 
 
 def part(name: str = "Mine", **members: Any) -> Part:
@@ -296,6 +297,14 @@ def test_a_second_ascent_that_comes_in_a_later_round_is_refused_then():
 class Around(Wrapper):
     def wrap(self, rule, inner, sent, memory):
         return rule
+
+
+def test_a_wrapped_part_says_too_which_networks_it_fits():
+    def refuse(layout):
+        raise RecipeError("not this one")
+
+    with pytest.raises(RecipeError, match="not this one"):
+        Method(Around(part(fits=refuse))).fits(Layout({}))
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -108,6 +108,11 @@ class Method:
         """Names of the uploaded vectors that have no negative entries."""
         return frozenset(link.uploads[name] for link in self._all() for name in link.part.squares)
 
+    def fits(self, layout: Layout) -> None:
+        """Raise a RecipeError if a part, or one that it wraps, cannot be used with these trained tensors."""
+        for link in self._all():
+            link.part.fits(layout)
+
     def sent_sizes(self, layout: Layout) -> dict[str, int]:
         """Return the sizes of all vectors that the server sends for a model, including the weights."""
         return {"weights": layout.size, **resolved(self._found.sent, layout)}
