@@ -28,9 +28,9 @@ from fedflat.recipe import Admission, Deployment, Evaluation, Local, Server
 from fedflat.rounds.admission import check_samples, counted_samples
 from fedflat.rounds.faults import NOTES
 from fedflat.rounds.metrics import flat_record
-from fedflat.rounds.norms import NORMS
 from fedflat.rounds.server import conduct, first_state
 from fedflat.rounds.setup import Problem, Refusal
+from fedflat.rounds.update_norms import NORMS
 from fedflat.runs.manifest import Checkpoint
 
 SIZES = (3, 4, 5, 6, 5)

@@ -8,11 +8,11 @@ from fedflat.rounds.faults import misfit, misfit_memory
 from fedflat.rounds.interface import Engine, chunks, groups, one_thread, unless_seen
 from fedflat.rounds.measures import gradient_norm, margin_loss
 from fedflat.rounds.metrics import Score, bytes_of, flat_record, score
-from fedflat.rounds.norms import NORMS
 from fedflat.rounds.server import RoundReport, conduct, first_state, view
 from fedflat.rounds.setup import Broadcast, Problem, Refusal, failure
 from fedflat.rounds.state import ServerState
 from fedflat.rounds.store import ADVICE, FREED, Memory, Scratch, Table, Tables
+from fedflat.rounds.update_norms import NORMS
 
 __all__ = [
     "ABOUT",

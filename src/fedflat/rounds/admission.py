@@ -20,8 +20,8 @@ from fedflat.methods import Upload
 from fedflat.recipe import Admission
 from fedflat.rounds.client import local_rule
 from fedflat.rounds.faults import MOST, misfit, misnoted, negative, number, whole
-from fedflat.rounds.norms import middle_norms, norm_of
 from fedflat.rounds.setup import FAILURES, Broadcast, Problem, Refusal
+from fedflat.rounds.update_norms import middle_norms, norm_of
 
 ADVICE = {
     "not finite": "lower local.lr or set local.clip",

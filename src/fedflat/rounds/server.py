@@ -18,9 +18,9 @@ from fedflat.rounds.cohort import expected_cohort
 from fedflat.rounds.interface import Engine, one_thread
 from fedflat.rounds.measures import SINGLE, measured
 from fedflat.rounds.metrics import bytes_of
-from fedflat.rounds.norms import first_medians, next_medians, running_medians
 from fedflat.rounds.setup import Broadcast, Problem, Refusal
 from fedflat.rounds.state import ServerState
+from fedflat.rounds.update_norms import first_medians, next_medians, running_medians
 
 
 @dataclass(frozen=True)
