@@ -25,7 +25,7 @@ from fedflat.flower.service import Deployment
 from fedflat.recipe import Recipe, load
 from fedflat.rounds import About, ServerState, conduct, first_state
 from fedflat.rounds.faults import misfit, misnoted
-from fedflat.runs.experiment import _record
+from fedflat.runs.round_record import round_record
 from fuzzing.mutators import TEXTS, odd_array, odd_field, spoilt_bytes
 from fuzzing.targets import Target
 
@@ -215,7 +215,7 @@ class Uploaded(Wire):
         after, report = found.round()
         for vector in (after.weights, after.buffers, *after.vectors.values()):
             assert bool(vector.isfinite().all()), "the state is no longer finite"
-        written = json.dumps(_record(after, report), allow_nan=False)
+        written = json.dumps(round_record(after, report), allow_nan=False)
         assert len(written) < 20_000 and written.isprintable()
         assert {*report.cohort} >= {*range(CLIENTS)} - {bad} or report.skipped, "an honest client was refused"
         reasons = [refusal.reason for refusal in report.refused if refusal.client == bad]

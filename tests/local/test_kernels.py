@@ -14,7 +14,7 @@ from fedflat.engine.inline import Inline
 from fedflat.local import LocalRule, can_share, definition_only
 from fedflat.local.kernels import Kernels, choose
 from fedflat.local.kernels.head import HeadPass
-from fedflat.local.kernels.linear import ChainGradient, ChainStep
+from fedflat.local.kernels.linear import ChainGradient, ChainStep, Rows
 from fedflat.local.kernels.sgd import DirectStep, FusedUpdate
 from fedflat.methods.catalogue import CATALOGUE
 from fedflat.methods.parser import parse
@@ -45,7 +45,9 @@ ALONE |= {"looksam"} | TERMS | DESCENT | HEAD | WATCHING
 def expected(method, chain, momentum, group):
     """The kernels that must run, by name."""
     if group > 1 and method not in ALONE:
-        return {"rows"} if chain and method in PLAIN and not momentum else {"rows", "FusedUpdate"}
+        if chain and method in PLAIN and not momentum:
+            return {"rows", "Rows.descend"}
+        return {"rows", "FusedUpdate", *(["Rows.gradient"] if chain else [])}
     if method in TERMS or (method in PLAIN and not chain):
         return {"DirectStep"}
     if method in HEAD:
@@ -69,6 +71,8 @@ def ran(monkeypatch):
         count(kernel, "__call__", kernel.__name__)
     count(HeadPass, "at_head", "HeadPass")
     count(client, "train_together", "rows")
+    for function in ("gradient", "descend"):  # rows of a chain; other networks use vmap
+        count(Rows, function, f"Rows.{function}")
     return counts
 
 

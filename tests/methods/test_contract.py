@@ -11,9 +11,12 @@ import torch
 from fedflat import Method, Part, option, trusted
 from fedflat.errors import RecipeError
 from fedflat.methods.catalogue import CATALOGUE
+from fedflat.methods.example import drawn, example_rule
 from fedflat.methods.parser import parse
-from fedflat.methods.part import ServerView
+from fedflat.methods.part import ServerView, Wrapper
 from fedflat.methods.parts import ActivationNorm, ConsensusAscent, DynamicDual, LocalPrivacy, ProximalAscent
+from fedflat.methods.uploads import Upload
+from fedflat.models import Layout
 
 
 def part(name: str = "Mine", **members: Any) -> Part:
@@ -59,6 +62,51 @@ WRITING = {
 def test_a_part_that_writes_to_what_it_is_given_is_refused(function):
     with pytest.raises(RecipeError, match="Mine writes to a tensor that it was given"):
         Method(part(**{function: WRITING[function]}))
+
+
+def hidden_write(upload, sent, memory, outcome):
+    memory["mine"].data.add_(1.0)
+    return upload, memory
+
+
+def added_to_carry(slope, carry):
+    carry["mine"].add_(slope())
+    return slope(), carry
+
+
+class Adding:
+    """An optimiser that begins with what it is given, and adds to it in place."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def start(self, weights):
+        return {"mine": self.first}
+
+    def __call__(self, g, weights, memory, layout, k):
+        return memory["mine"].add_(g), memory
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        dict(report=hidden_write),
+        dict(merge=lambda move, *_: (move.numpy().fill(0.0), (move, {}))[1]),
+        dict(plan=lambda rule, sent, memory: rule.with_ascent(added_to_carry, mine=memory["mine"])),
+        dict(plan=lambda rule, sent, memory: rule.with_descent(Adding(memory["mine"]))),
+        dict(plan=lambda rule, sent, memory: rule.with_descent(Adding(sent["weights"]))),
+    ],
+    ids=["data", "numpy", "carry", "optimiser", "optimiser-weights"],
+)
+def test_a_write_that_leaves_no_version_or_comes_in_a_step_is_refused(members):
+    with pytest.raises(RecipeError, match="Mine writes to a tensor that it was given"):
+        Method(part(first_memory=zeros, **members))
+
+
+def test_a_part_may_keep_nan_and_an_optimiser_may_write_to_what_it_has_made():
+    Method(part(first_state=lambda w: {"mine": torch.full_like(w, torch.nan)}))
+    fresh = Adding(torch.zeros(43))
+    Method(part(plan=lambda rule, *_: rule.with_descent(fresh)))
 
 
 def test_a_part_that_writes_to_the_average_or_to_anothers_pull_is_refused():
@@ -170,6 +218,16 @@ def test_a_state_may_have_any_size():
 
 
 WRONG: list[tuple[str, Any, str]] = [
+    ("broadcast", lambda server: {"weights": server.start.double()}, r"\(float64\) is returned where the weights are"),
+    ("broadcast", lambda server: {"on": server.weights > 0}, "hands over 'on' as torch.bool; use the type"),
+    ("begin", lambda sent, memory: sent["weights"].double(), r"\(float64\) is returned where the weights are"),
+    ("report", lambda u, *_: (u.update(delta=u.delta.double()), {}), r"\(float64\) is returned where the weights are"),
+    ("report", lambda u, *_: (u.update(n=u.delta.sum()), {}), "uploads 'n' as a tensor of shape .*; only vectors"),
+    ("report", lambda u, *_: (u.update(n=torch.ones(1).int()), {}), "hands over 'n' as torch.int32; use the type"),
+    ("merge", lambda move, *_: (move.double(), {}), r"\(float64\) is returned where the weights are"),
+    ("first_state", lambda w: {"gate.norms": w.clone()}, "names a vector 'gate.norms'; use letters, digits and _"),
+    ("first_memory", lambda w: {"../mine": w.clone()}, "names a vector '../mine'"),
+    ("first_memory", lambda w: {0: w.clone()}, "names a vector 0"),
     ("first_state", lambda w: None, "NoneType is returned"),
     ("first_state", lambda w: {"a": 0.0}, "a table of tensors"),
     ("first_memory", lambda w: {"a": 1}, "a table of tensors"),
@@ -207,6 +265,62 @@ def test_an_option_cannot_have_the_name_of_a_declaration():
 
     with pytest.raises(RecipeError, match=r"Mine\.protects = 0\.1: must be one of"):
         Method(Mine())
+
+
+def test_options_must_be_fields_so_that_methods_with_other_options_are_not_taken_for_each_other():
+    class Set(Part):
+        def __init__(self, rate):
+            object.__setattr__(self, "rate", rate)
+
+    class Forgotten(Part):
+        rate: float = option(0.1, "a rate")
+
+    for mine in Set(1.0), Forgotten():
+        with pytest.raises(RecipeError, match=r"needs @dataclass\(frozen=True\) above its class"):
+            Method(mine)
+
+    class Other(DynamicDual):
+        """A class that only replaces a function needs none."""
+
+    assert Method(Other(0.2)).parts == (Other(0.2),)
+
+
+def test_a_second_ascent_that_comes_in_a_later_round_is_refused_then():
+    late = part(plan=lambda rule, *_: rule.with_ascent(lambda slope, carry: (slope(), carry)) if rule.round else rule)
+    method, sent = Method(parse("fedsam").parts[0], late), {"weights": drawn(1)}
+    assert method.plan(example_rule(), sent, {}).ascent is not None
+    with pytest.raises(RecipeError, match="Mine replaces the ascent of another part in round 3"):
+        method.plan(replace(example_rule(), round=3), sent, {})
+
+
+@dataclass(frozen=True)
+class Around(Wrapper):
+    def wrap(self, rule, inner, sent, memory):
+        return rule
+
+
+def test_a_wrapped_part_says_too_which_networks_it_fits():
+    def refuse(layout):
+        raise RecipeError("not this one")
+
+    with pytest.raises(RecipeError, match="not this one"):
+        Method(Around(part(fits=refuse))).fits(Layout({}))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_protection_reports_last_also_inside_a_wrapper_and_when_it_replaces_the_average(wrapped):
+    guard = part(
+        "Guard",
+        protects="upload",
+        report=lambda u, s, m, o: (u.update(delta=u.delta.clamp(-1e-3, 1e-3)), m),
+        merge=lambda move, server, uploads: (uploads.sum("delta") / len(uploads), {}),
+    )
+    loud = part("Loud", report=lambda u, s, m, o: (u.update(delta=u.delta + 1), m))
+    method, rule = Method(Around(guard) if wrapped else guard, loud), example_rule()
+    upload = Upload(0, 1, 1, 0.1, 0.0, drawn(1))
+    made, _ = method.report(upload, {"weights": drawn(1)}, {}, rule.outcome(drawn(1)))
+    assert float(made.delta.abs().max()) <= 1.001e-3
+    assert method.protection is guard
 
 
 @pytest.mark.parametrize("other", ["man", DynamicDual])

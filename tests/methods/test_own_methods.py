@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,19 +24,23 @@ from fedflat.recipe import Local
 from fedflat.rounds import Broadcast, Problem, Worker
 from own.fedvarp import FedVARP
 from own.local_adamw import MyAdamW
+from own.quantile_clip import QuantileClip, RunningMean
 from own.random_sam import RandomSAM
 from own.top_k import TopK
 
 TESTS = Path(__file__).parents[1]
-OWN = [RandomSAM, FedVARP, MyAdamW, TopK]
+OWN = [RandomSAM, FedVARP, MyAdamW, TopK, QuantileClip, RunningMean]
 METHODS = {
     "own.random_sam:RandomSAM(rho=0.05)": Method(RandomSAM(0.05)),
     "own.fedvarp:FedVARP": Method(FedVARP()),
     "fedsol(rho=0.5) + own.local_adamw:MyAdamW(beta1=0.8)": Method(ProximalAscent(rho=0.5), MyAdamW(0.8)),
     "own.top_k:TopK(share=0.2)": Method(TopK(0.2)),
     "own.top_k:TopK(share=0.2) + local_dp(clip=0.5, noise=0.01)": Method(TopK(0.2), LocalPrivacy(0.5, 0.01)),
+    "own.quantile_clip:QuantileClip + own.quantile_clip:RunningMean": Method(QuantileClip(), RunningMean()),
 }
-NAMES = dict(argvalues=METHODS, ids=["random-sam", "fedvarp", "fedsol-adamw", "top-k", "top-k-private"])
+NAMES = dict(
+    argvalues=METHODS, ids=["random-sam", "fedvarp", "fedsol-adamw", "top-k", "top-k-private", "quantile-clip"]
+)
 QUICK = dict(rounds=3, steps=2, batch=16, lr=0.05, cohort=4, engine="inline", model_hidden=[8])
 DOUBLE = dict(rounds=4, steps=3, batch=0, lr=0.05, cohort=3, average="uniform", engine="inline", group=1)
 DOUBLE |= dict(precision="float64")
@@ -183,6 +188,24 @@ def test_fedvarp_is_its_paper_and_with_everybody_there_fedavg(digits):
     torch.testing.assert_close(vector(result.model), plain.w, rtol=0, atol=1e-11)
     everybody = [vector(train(digits, net(), m, **DOUBLE | dict(cohort=8)).model) for m in (FedVARP(), "fedavg")]
     torch.testing.assert_close(*everybody, rtol=0, atol=1e-12)
+
+
+def test_a_clip_that_clients_remember_and_a_running_mean_on_the_server(digits):
+    result = train(digits, net(), Method(QuantileClip(0.3), RunningMean()), **DOUBLE)
+    plain, limits = Plain(digits), [0.5] * digits.clients
+    mean = plain.w
+    for record in result.history:
+
+        def step(w, client):
+            g, c = plain.gradient(client, w), limits[client]
+            limits[client] = c * math.exp(0.3 if g.norm() > c else -0.3)
+            return g * min(1.0, c / float(g.norm()))
+
+        moves = [plain.moved(client, lambda w, client=client: step(w, client)) for client in record["cohort"]]
+        plain.w = plain.w + torch.stack(moves).mean(0)
+        mean = (mean + plain.w) / 2
+    assert len({*limits}) > 2
+    torch.testing.assert_close(vector(result.model), mean, rtol=0, atol=1e-11)
 
 
 def test_adamw_under_fedsol_is_torchs_on_the_gradient_of_fedsol(digits):

@@ -23,7 +23,7 @@ from fedflat import Augment, train
 from fedflat.cli import app
 from fedflat.errors import FedflatError, RecipeError, RunError, TrainingError
 from fedflat.federation.augment import normalise
-from fedflat.federation.population import batch_indices
+from fedflat.federation.batching import batch_indices
 from fedflat.methods.chain import Method
 from fedflat.methods.parser import parse
 from fedflat.models.vector import Network

@@ -2,11 +2,12 @@
 
 from fedflat.federation.augment import Augment
 from fedflat.federation.authors import splits_by
+from fedflat.federation.batching import batch_steps
 from fedflat.federation.dataset import Dataset, Samples
 from fedflat.federation.datasets import known_datasets, load
 from fedflat.federation.decoded import DECODED_FOLDER
 from fedflat.federation.federating import GIVEN, federate, saved_shards
-from fedflat.federation.population import Federation, batch_steps
+from fedflat.federation.population import Federation
 from fedflat.federation.raw_inputs import normalised_inputs, take_normalised, taking_raw
 from fedflat.federation.sizes import load_npz, save_npz
 from fedflat.federation.splits import Floats

@@ -17,6 +17,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fedflat.errors import FedflatError
@@ -62,9 +64,6 @@ def _private(folder: str | None) -> Path | None:
 
 
 def _store(dataset: Dataset, path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     parts: dict[str, Samples] = {"train": dataset.train, "test": dataset.test}
     tensors: dict[str, Tensor] = {}
     for part, samples in parts.items():
@@ -82,8 +81,6 @@ def _store(dataset: Dataset, path: Path) -> None:
 
 
 def _mapped(path: Path) -> Dataset:
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="pt") as file:
             names = file.keys()

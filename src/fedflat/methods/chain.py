@@ -8,9 +8,10 @@ from functools import cached_property, lru_cache
 
 from torch import Tensor
 
+from fedflat.errors import RecipeError
 from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.methods.contract import check_declared
-from fedflat.methods.link import Link, links_of
+from fedflat.methods.link import Link, links_of, reporting
 from fedflat.methods.observe import Findings, observed, resolved
 from fedflat.methods.part import Part, RobustAverage, ServerView
 from fedflat.methods.trial import Claims, claims, noted
@@ -79,6 +80,10 @@ class Method:
             yield from link.inside_out()
 
     @cached_property
+    def _reporting(self) -> list[Link]:
+        return reporting(self._all())
+
+    @cached_property
     def memory(self) -> tuple[str, ...]:
         """Names of the vectors that each client keeps between rounds."""
         return tuple(name for link in self._all() for name in link.memory.values())
@@ -103,6 +108,11 @@ class Method:
         """Names of the uploaded vectors that have no negative entries."""
         return frozenset(link.uploads[name] for link in self._all() for name in link.part.squares)
 
+    def fits(self, layout: Layout) -> None:
+        """Raise a RecipeError if a part, or one that it wraps, cannot be used with these trained tensors."""
+        for link in self._all():
+            link.part.fits(layout)
+
     def sent_sizes(self, layout: Layout) -> dict[str, int]:
         """Return the sizes of all vectors that the server sends for a model, including the weights."""
         return {"weights": layout.size, **resolved(self._found.sent, layout)}
@@ -123,12 +133,12 @@ class Method:
     @property
     def protection(self) -> Part | None:
         """The part that protects the clients' updates."""
-        return next((part for part in self.parts if part.protects), None)
+        return next((link.part for link in self._all() if link.part.protects), None)
 
     @property
     def quorum(self) -> int:
         """The smallest number of uploads from which the average can be computed."""
-        return next((part.quorum for part in self.parts if isinstance(part, RobustAverage)), 1)
+        return next((link.part.quorum for link in self._all() if isinstance(link.part, RobustAverage)), 1)
 
     @property
     def only_averages(self) -> bool:
@@ -192,7 +202,11 @@ class Method:
             memory: the client's memory.
         """
         for link in self._links:
-            rule = link.plan(rule, sent, memory)
+            before, rule = rule, link.plan(rule, sent, memory)
+            # No part does this on the example, but one could do so in a later round.
+            for name in ("ascent", "descent"):
+                if getattr(before, name) is not None and getattr(rule, name) is not getattr(before, name):
+                    raise RecipeError(f"method: {link.name} replaces the {name} of another part in round {rule.round}")
         return rule
 
     def report(
@@ -208,7 +222,7 @@ class Method:
         """
         kept: Vectors = {}
         beside: Vectors = {}
-        for link in self._all():
+        for link in self._reporting:
             upload, mine = link.part.report(
                 replace(upload, vectors={}), link.received(sent), link.memory.open(memory), outcome
             )
@@ -223,7 +237,7 @@ class Method:
             server: the server's state and settings.
             uploads: the uploads of the round.
         """
-        link = next((link for link in self._links if isinstance(link.part, RobustAverage)), None)
+        link = next((link for link in self._all() if isinstance(link.part, RobustAverage)), None)
         if link is None or not len(uploads) or isinstance(uploads, RobustUploads):
             return uploads
         part, view = link.part, link.view(server)

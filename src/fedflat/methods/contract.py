@@ -6,7 +6,7 @@ A failed check raises a RecipeError.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from typing import Any, TypeVar, get_args
 
 from torch import Tensor
@@ -24,6 +24,10 @@ def check_declared(part: object) -> None:
     """Raise a RecipeError if the object is not a part, or if its class has an invalid declaration."""
     if not isinstance(part, Part):
         raise RecipeError(f"method: {part!r} is not a part; give instances of subclasses of fedflat.Part")
+    for base in type(part).__mro__[: type(part).__mro__.index(Part)]:
+        made = "__init__" in vars(base) or any(isinstance(value, Field) for value in vars(base).values())
+        if made and "__dataclass_params__" not in vars(base):
+            raise RecipeError(f"method: {base.__name__} needs @dataclass(frozen=True) above its class")
     for name, values in DECLARED.items():
         if getattr(part, name) not in values:
             known = ", ".join(map(repr, values))
@@ -44,7 +48,7 @@ def called(name: str, function: Callable[[], T], *given: Any) -> T:
         RecipeError: the function fails or writes to its arguments; the message names the part.
     """
     tensors = [*_tensors(given)]
-    before = [tensor._version for tensor in tensors]
+    before = [(tensor._version, tensor.clone()) for tensor in tensors]
     try:
         result = function()
     except FedflatError as error:
@@ -54,24 +58,33 @@ def called(name: str, function: Callable[[], T], *given: Any) -> T:
             f"method: {name} fails on a small example, a network of two linear layers with 4 inputs and 3 classes "
             f"({type(error).__name__}: {error}); a part must work with any model"
         ) from error
-    if before != [tensor._version for tensor in tensors]:
+    if any(map(_written, tensors, before)):
         raise RecipeError(f"method: {name} writes to a tensor that it was given; make a new one, or clone it first")
     return result
 
 
-def vectors(result: object, size: int | None = None) -> Vectors:
-    """Return the result if it is a dict of tensors; one named "weights" must have the model's size."""
+def _written(tensor: Tensor, before: tuple[int, Tensor]) -> bool:
+    """Return whether a tensor was written to; its version does not count writes through NumPy or `.data`."""
+    version, values = before
+    both_nan = (tensor != tensor) & (values != values)
+    return tensor._version != version or not bool(((tensor == values) | both_nan).all())
+
+
+def vectors(result: object, like: Tensor | None = None) -> Vectors:
+    """Return the result if it is a dict of tensors; one named "weights" must be like the model's weights."""
     if not isinstance(result, Mapping) or not all(isinstance(v, Tensor) for v in result.values()):
         raise RecipeError(f"{_shown(result)} is returned where a table of tensors by their names is due")
-    if size is not None and "weights" in result:
-        vector(result["weights"], size)
+    if like is not None and "weights" in result:
+        vector(result["weights"], like)
     return dict(result)
 
 
-def vector(result: object, size: int) -> Tensor:
-    """Return the result if it is a vector of the model's size."""
-    if not isinstance(result, Tensor) or result.shape != (size,):
+def vector(result: object, like: Tensor) -> Tensor:
+    """Return the result if it is a vector of the size and type of the model's weights."""
+    if not isinstance(result, Tensor) or result.shape != like.shape:
         raise RecipeError(f"{_shown(result)} is returned where a vector of the model's size is due")
+    if result.dtype != like.dtype:
+        raise RecipeError(f"{_shown(result)} is returned where the weights are {_shown(like)}; keep their type")
     return result
 
 
@@ -94,20 +107,22 @@ def memory(result: object, weights: Tensor) -> Vectors:
     return kept
 
 
-def reported(result: object, size: int, known: Vectors) -> tuple[Upload, Vectors]:
-    """Return the result if it is an upload with a Δ of the model's size and a dict with the client's memory."""
+def reported(result: object, like: Tensor, known: Vectors) -> tuple[Upload, Vectors]:
+    """Return the result if it is an upload with a Δ like the weights and a dict with the client's memory."""
     upload, kept = _pair(result, "report's upload and memory are")
     if not isinstance(upload, Upload):
         raise RecipeError(f"{_shown(upload)} is returned where report's upload is due")
-    vector(upload.delta, size)
-    vectors(upload.vectors)
+    vector(upload.delta, like)
+    for name, made in vectors(upload.vectors).items():
+        if made.dim() != 1:
+            raise RecipeError(f"its report uploads {name!r} as {_shown(made)}; only vectors can be uploaded")
     return upload, _alike(vectors(kept), known, "report", "first_memory")
 
 
-def merged(result: object, size: int, known: Vectors) -> tuple[Tensor, Vectors]:
+def merged(result: object, like: Tensor, known: Vectors) -> tuple[Tensor, Vectors]:
     """Return the result if it is a move and a dict with the changed state."""
     move, state = _pair(result, "merge's move and state are")
-    return vector(move, size), _alike(vectors(state), known, "merge", "first_state")
+    return vector(move, like), _alike(vectors(state), known, "merge", "first_state")
 
 
 def _alike(new: Vectors, known: Vectors, function: str, first: str) -> Vectors:
@@ -120,10 +135,10 @@ def _alike(new: Vectors, known: Vectors, function: str, first: str) -> Vectors:
     return new
 
 
-def stepped(result: object, size: int, what: str) -> None:
+def stepped(result: object, like: Tensor, what: str) -> None:
     """Raise a RecipeError unless an ascent or an optimiser returned a vector and a dict with its new state."""
     direction, handed_on = _pair(result, f"the {what}'s vector and table are")
-    vector(direction, size)
+    vector(direction, like)
     vectors(handed_on)
 
 

@@ -37,7 +37,7 @@ def server_view(link: Link) -> ServerView:
 def messages(link: Link) -> Vectors:
     """Return what a client receives from this part, and the weights."""
     view = server_view(link)
-    own = called(link.name, lambda: contract.vectors(link.part.broadcast(view), LAYOUT.size), view)
+    own = called(link.name, lambda: contract.vectors(link.part.broadcast(view), view.weights), view)
     return {"weights": drawn(1), **own}
 
 
@@ -62,15 +62,21 @@ def example_rule() -> LocalRule:
     return LocalRule(0.1, 4, first_lr=0.1, typical_steps=4, momentum=0.5, layout=LAYOUT, head=HEAD, client=-1)
 
 
-def planned(link: Link, rule: LocalRule) -> LocalRule:
-    """Return the rule after one part's plan, with that part's messages and memory by the names in the chain."""
+def received(link: Link) -> tuple[Vectors, Vectors]:
+    """Return what a client has received and what it remembers for one part, by the names in the chain."""
     sent: Vectors = {"weights": drawn(1)}
     memory: Vectors = {}
     for each in link.inside_out():
         own = messages(each)
         sent |= each.sent.close({name: v for name, v in own.items() if name != "weights"})
         memory |= each.memory.close(kept_memory(each))
-    return called(link.name, lambda: contract.rule(link.plan(rule, sent, memory)), rule, sent, memory)
+    return sent, memory
+
+
+def planned(link: Link, rule: LocalRule, given: tuple[Vectors, Vectors] | None = None) -> LocalRule:
+    """Return the rule after one part's plan; `given` is what the client received and its memory."""
+    given = given or received(link)
+    return called(link.name, lambda: contract.rule(link.plan(rule, *given)), rule, given)
 
 
 def planned_alone(link: Link) -> LocalRule:
@@ -84,7 +90,7 @@ def uploaded(link: Link, client: int, rule: LocalRule, delta: Tensor | None = No
     outcome, sent, memory = rule.outcome(moved), messages(link), kept_memory(link)
     made, kept = called(
         link.name,
-        lambda: contract.reported(link.part.report(upload, sent, dict(memory), outcome), LAYOUT.size, memory),
+        lambda: contract.reported(link.part.report(upload, sent, dict(memory), outcome), moved, memory),
         (upload, sent, memory, outcome),
     )
     link.memory.close(kept)
@@ -127,7 +133,7 @@ def merged(link: Link, move: Tensor, noted: _Noted | None = None) -> Tensor:
     seen = noted if link.part.sees == "each" else Sums(noted)
     given = (move, view, noted.everything)
     moved, state = called(
-        link.name, lambda: contract.merged(link.part.merge(move, view, seen), LAYOUT.size, view.vectors), *given
+        link.name, lambda: contract.merged(link.part.merge(move, view, seen), view.weights, view.vectors), *given
     )
     link.state.close(state)
     return moved

@@ -31,6 +31,8 @@ class Drawer(dict[str, str]):
         drawer = cls()
         drawer.owner = owner
         for name in names:
+            if not isinstance(name, str) or not name.isidentifier():  # it becomes a part of a file's name
+                raise RecipeError(f"method: {owner} names a vector {name!r}; use letters, digits and _")
             number = 1
             while (free := name if number == 1 else f"{name}.{number}") in taken:
                 number += 1
@@ -92,6 +94,11 @@ class Link:
         if self.inner and isinstance(self.part, Wrapper):
             return self.part.wrap(rule, self.inner.plan(rule.blank(), sent, memory), received, kept)
         return self.part.plan(rule, received, kept)
+
+
+def reporting(links: Iterable[Link]) -> list[Link]:
+    """Return the links in the order in which they report: a part that protects the upload comes last."""
+    return sorted(links, key=lambda link: link.part.protects == "upload")
 
 
 def links_of(parts: Iterable[Part]) -> list[Link]:

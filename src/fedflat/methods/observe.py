@@ -29,10 +29,11 @@ from fedflat.methods.example import (
     messages,
     planned,
     planned_alone,
+    received,
     server_view,
     uploaded,
 )
-from fedflat.methods.link import Drawer, Link
+from fedflat.methods.link import Drawer, Link, reporting
 from fedflat.methods.part import RobustAverage
 from fedflat.methods.rehearsal import rehearse
 from fedflat.models import Layout
@@ -80,7 +81,8 @@ def observed(links: Sequence[Link]) -> tuple[list[Link], Findings]:
     links = _ordered(_with_drawers(links))
     _refuse_overwriting(links)
     for link in links:
-        rehearse(link.name, planned_alone(link), drawn(1))
+        given = received(link)
+        rehearse(link.name, planned(link, example_rule(), given), drawn(1), given)
     _refuse_lost_updates(links)
     _refuse_second_choice(links)
     found = Findings(*_sizes(links), frozenset(ask for link in _flat(links) for ask in asks(link)))
@@ -96,7 +98,8 @@ def _flat(links: Sequence[Link]) -> Iterator[Link]:
 
 def _with_drawers(links: Sequence[Link]) -> list[Link]:
     taken: dict[str, set[str]] = {
-        "state": set(), "memory": {"buffers"}, "sent": {"weights", "buffers"}, "uploads": {"delta", "buffers"},
+        "state": {"weights", "buffers"}, "memory": {"buffers"},
+        "sent": {"weights", "buffers"}, "uploads": {"delta", "buffers"},
     }  # fmt: skip
 
     def given(link: Link) -> Link:
@@ -176,7 +179,7 @@ def _fields(value: Any) -> Sequence[Any]:
 def _refuse_lost_updates(links: Sequence[Link]) -> None:
     """Check that no part drops earlier changes of Δ by starting from the training's Δ instead of the upload's."""
     writer: Link | None = None
-    for link in _flat(links):
+    for link in reporting(_flat(links)):
         rule, one, other = planned_alone(link), drawn(11), drawn(12)
         made = uploaded(link, 0, rule, one).delta
         if writer and torch.equal(made, uploaded(link, 0, rule, other).delta):
@@ -202,7 +205,7 @@ def _chosen(link: Link, function: Callable[..., Tensor | None], *given: Any) -> 
 
     def weights() -> Tensor | None:
         found = function(*given)
-        return None if found is None else contract.vector(found, LAYOUT.size)
+        return None if found is None else contract.vector(found, drawn(1))
 
     return called(link.name, weights, *given)
 
@@ -220,6 +223,8 @@ def _sizes(links: Sequence[Link]) -> tuple[dict[str, Size], dict[str, Size]]:
 
 
 def _size(link: Link, name: str, vector: Tensor) -> Size:
+    if vector.dtype != drawn(1).dtype:  # engines exchange numbers of this type, and would convert others
+        raise RecipeError(f"method: {link.name} hands over {name!r} as {vector.dtype}; use the type of the weights")
     if name not in link.part.tensorwise:
         return "model" if vector.numel() == LAYOUT.size else vector.numel()
     if vector.numel() != len(LAYOUT.shapes):
@@ -229,7 +234,7 @@ def _size(link: Link, name: str, vector: Tensor) -> Size:
 
 def _refuse_single_looks(links: Sequence[Link]) -> None:
     """Check that no other part reads single uploads if there is a robust average, which cannot protect them."""
-    robust = next((link for link in links if isinstance(link.part, RobustAverage)), None)
+    robust = next((link for link in _flat(links) if isinstance(link.part, RobustAverage)), None)
     for link in _flat(links) if robust else ():
         if robust and link is not robust and ("each", "delta") in asks(link):
             raise RecipeError(
@@ -239,7 +244,7 @@ def _refuse_single_looks(links: Sequence[Link]) -> None:
 
 def _refuse_leaks(links: Sequence[Link]) -> None:
     """Check that a protected method uploads only Δ and that no part bypasses the protection."""
-    guards = [link for link in links if link.part.protects]
+    guards = [link for link in _flat(links) if link.part.protects]
     _refuse_pairs(guards, "protect the updates")
     for link in _flat(links) if guards else ():
         guard = guards[0]

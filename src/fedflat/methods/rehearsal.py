@@ -23,13 +23,20 @@ def example_network(weights: Tensor) -> Network:
     return network
 
 
-def rehearse(name: str, rule: LocalRule, weights: Tensor) -> None:
+def rehearse(name: str, rule: LocalRule, weights: Tensor, given: tuple[Vectors, Vectors]) -> None:
     """Run two steps with the ascent and the optimiser of one part.
 
     Terms are left out: some of them support only one model and raise an error otherwise.
 
+    Args:
+        name: name of the part, for error messages.
+        rule: the client's rule with the ingredients of this part.
+        weights: the initial weights.
+        given: what the client received and its memory, from which the rule was made. The steps must not write to them.
+
     Raises:
-        RecipeError: the part writes to the client's weights, or does not return a vector and a dict.
+        RecipeError: the part writes to the client's weights or to what it was given, or does not return a vector and a
+            dict.
     """
     if rule.ascent is None and rule.descent is None:
         return
@@ -45,7 +52,7 @@ def rehearse(name: str, rule: LocalRule, weights: Tensor) -> None:
         with suppress(UnsuitedError):
             train(network, weights + 0.1, rule, [batch] * (4 if rule.pairs else 2), F.cross_entropy)
 
-    contract.called(name, steps)
+    contract.called(name, steps, given)
 
 
 class UnsuitedError(Exception):
@@ -74,5 +81,5 @@ class Watched:
             raise UnsuitedError from None
         if not torch.equal(before, weights):
             raise RecipeError(f"its {self._what} writes to the client's weights; it may only read them")
-        contract.stepped(result, len(weights), self._what)
+        contract.stepped(result, before, self._what)
         return result

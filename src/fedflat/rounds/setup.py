@@ -69,8 +69,7 @@ class Problem:
         if self.recipe.model.buffers == "refuse" and self.network.buffer_layout.shapes:
             names = ", ".join(self.network.buffer_layout.shapes)
             raise RecipeError(f'model.buffers = "refuse", but the model has the buffers {names}')
-        for part in self.method.parts:
-            part.fits(self.network.layout)
+        self.method.fits(self.network.layout)
         guard = self.method.protection
         if self.deployed and isinstance(guard, Privacy):
             guard.refuse_seeded()

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from fedflat.engine import Cluster, Inline, Pool, cores, require_bf16
 from fedflat.errors import FedflatError, RecipeError, RunError
 from fedflat.federation import Augment, Dataset, Federation, federate, splits_by, take_normalised
 from fedflat.files import read_whole
+from fedflat.flatness import Portion, federated
 from fedflat.local import group_size
 from fedflat.methods import ActiveModel, AllModels, Method, ProductAverage, parse, spell
 from fedflat.models import Network
@@ -41,9 +42,6 @@ from fedflat.runs.given import kept_federation
 from fedflat.runs.manifest import Checkpoint, DamagedError, verified
 from fedflat.runs.own_classes import open_code
 from fedflat.tasks import Accuracy, Task, find_task
-
-if TYPE_CHECKING:
-    from fedflat.flatness import Portion
 
 Parameters = Literal["trained", "all"]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.float32}
@@ -235,8 +233,6 @@ def _questions(recipe: Recipe) -> Questions | None:
     asking = {"gradient", "margin", "local_sharpness", "local_curvature"}
     if not recipe.evaluation.sharpness and not wanted & asking:
         return None
-    from fedflat.flatness import federated  # it loads SciPy, which plain runs do not need
-
     asked: dict[About, Question] = {}
     if recipe.evaluation.sharpness:
         asked["hessian"] = federated.HessianProduct(sharpness_portion(recipe))
@@ -253,8 +249,6 @@ def _questions(recipe: Recipe) -> Questions | None:
 
 def sharpness_portion(recipe: Recipe) -> Portion:
     """Return the training samples that `evaluation.sharpness` is measured on."""
-    from fedflat.flatness import Portion
-
     return Portion(recipe.evaluation.sharpness_samples, recipe.seed)
 
 

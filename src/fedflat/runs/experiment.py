@@ -16,7 +16,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from fedflat.errors import AwayError, StoppedError, TrainingError, printable
+from fedflat.errors import StoppedError, TrainingError
 from fedflat.federation import Federation
 from fedflat.local import Loss
 from fedflat.methods import Method, Part, Written, parse, spell
@@ -25,19 +25,16 @@ from fedflat.recipe import Recipe
 from fedflat.rounds import (
     Engine,
     Problem,
-    RoundReport,
     ServerState,
     cohort_seed,
     conduct,
     draw_cohort,
     first_state,
-    gradient_norm,
     ledger_of,
-    margin_loss,
     view,
 )
 from fedflat.runs.arguments import check_arguments
-from fedflat.runs.build import assemble, in_full, sharpness_portion, show, start_engine
+from fedflat.runs.build import assemble, in_full, show, start_engine
 from fedflat.runs.checkpoint import Checkpoints
 from fedflat.runs.folder import Record, RunFolder
 from fedflat.runs.given import beyond_a_recipe, described, keep, model_table
@@ -46,6 +43,7 @@ from fedflat.runs.lock import RunLock
 from fedflat.runs.own_classes import with_own_code
 from fedflat.runs.result import Result, stopped, summary
 from fedflat.runs.rewind import recalled
+from fedflat.runs.round_record import evaluation_record, round_record, sharpness_record
 from fedflat.runs.signals import LastRound
 from fedflat.runs.trackers import Trackers, check_trackers
 from fedflat.tasks import Task, find_task
@@ -276,7 +274,7 @@ def rounds(
         begun = time.perf_counter()
         cohort = draw_cohort(recipe.server, problem.federation.clients, seed, state.round, empty)
         state, report = conduct(problem, state, engine, cohort)
-        record = _record(state, report)
+        record = round_record(state, report)
         if spent:
             record |= spent.reported(state.round)
         skipped = skipped + 1 if report.skipped else 0
@@ -284,17 +282,9 @@ def rounds(
         every, last = recipe.evaluation.every, state.round == recipe.server.rounds
         evaluated = replace(state, weights=problem.method.evaluated(view(problem, state)))
         if last or (every and state.round % every == 0):
-            score = engine.score(evaluated, recipe.evaluation.part, recipe.evaluation.batch)
-            record |= {name: _number(value) for name, value in score.values.items()} | {"loss": _number(score.loss)}
-            if recipe.server.stop_loss is not None:
-                known = recipe.evaluation.part == "train"
-                score_on_train = score if known else engine.score(evaluated, "train", recipe.evaluation.batch)
-                record["train_loss"] = _number(score_on_train.loss)
-            if "classes" in recipe.evaluation.measures:
-                record["class_accuracy"] = [_number(accuracy) for accuracy in score.per_class]
-            record |= _of_training_samples(problem, evaluated, engine)
+            record |= evaluation_record(problem, evaluated, engine)
         if recipe.evaluation.sharpness and state.round % recipe.evaluation.sharpness == 0:
-            record |= _sharpness(problem, evaluated, engine)
+            record |= sharpness_record(problem, evaluated, engine)
         record["seconds"] = round(time.perf_counter() - begun, 4)
         yield state, record
         if skipped >= recipe.admission.patience:
@@ -308,48 +298,3 @@ def rounds(
 def complete(recipe: Recipe, round: int, history: Sequence[Record]) -> bool:
     """Return whether a run ends after this round, by the number of rounds or by `server.stop_loss`."""
     return round >= recipe.server.rounds or stopped(recipe, history)
-
-
-def _record(state: ServerState, report: RoundReport) -> Record:
-    notes = {name: _number(value) for name, value in report.notes.items()}
-    refused = [{"client": r.client, "reason": r.reason, "detail": r.detail} for r in report.refused]
-    return {
-        "round": state.round,
-        "local_loss": _number(report.local_loss),
-        **{name: _number(value) for name, value in report.measures.items()},
-        "cohort": report.cohort,
-        "bytes_down": report.bytes_down,
-        "bytes_up": report.bytes_up,
-        **({"notes": notes} if notes else {}),
-        **({"refused": refused} if refused else {}),
-        **({"skipped": report.skipped} if report.skipped else {}),
-    }
-
-
-def _of_training_samples(problem: Problem, state: ServerState, engine: Engine) -> Record:
-    """The recipe's measures of the evaluated model on the clients' samples; None if they cannot be asked."""
-    wanted = [name for name in ("gradient", "margin") if name in problem.recipe.evaluation.measures]
-    if not wanted:
-        return {}
-    measures = {"gradient": gradient_norm, "margin": margin_loss}
-    try:
-        return {name: _number(measures[name](engine, state, problem)) for name in wanted}
-    except AwayError:
-        return dict.fromkeys(wanted)
-
-
-def _sharpness(problem: Problem, state: ServerState, engine: Engine) -> Record:
-    """λ₁ of the Hessian of the global objective, and the bytes of the clients' Hessian products."""
-    from fedflat.flatness import FederatedHessian, top_eigenvalues  # it loads SciPy, which plain runs do not need
-
-    hessian = FederatedHessian(engine, state, problem, sharpness_portion(problem.recipe))
-    try:
-        top = top_eigenvalues(hessian, k=1, tolerance=1e-2, seed=problem.recipe.seed)
-    except AwayError as away:
-        return {"lambda1": None, "sharpness_missing": printable(away)}
-    return {"lambda1": _number(float(top.values[0])), "sharpness_bytes": hessian.bytes}
-
-
-def _number(value: float) -> float | None:
-    """Replace NaN, which JSON lacks."""
-    return value if math.isfinite(value) else None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from fedflat.drawing import axes_for, draw_band
 from fedflat.errors import RecipeError, RunError, nearest
 from fedflat.federation import Federation, taking_raw
 from fedflat.files import read_whole
+from fedflat.flatness import Flatness, look
 from fedflat.local import Loss
 from fedflat.methods import concise
 from fedflat.models import own_output
@@ -27,9 +28,6 @@ from fedflat.runs.folder import Record, parameters
 from fedflat.runs.record import read_record
 from fedflat.shown import Shown, framed
 from fedflat.tasks import Task
-
-if TYPE_CHECKING:
-    from fedflat.flatness import Flatness
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,8 +132,6 @@ class Result(Shown):
         Raises:
             RunError: if the result has no federation.
         """
-        from fedflat.flatness import look  # it loads SciPy, which training does not need
-
         if self.federation is None:
             raise RunError("result: has no federation; use fedflat.flatness.look(result.model, data)")
         return look(self.model, self.federation, self.loss, **options)
