@@ -32,7 +32,7 @@ def test_epsilon_holds_only_if_the_cohorts_are_drawn_by_a_secret(small):
 
 def test_a_client_that_claims_a_billion_samples_takes_nobodys_share(small):
     """Balanced methods divide by nᵢ m/N on the clients, and λ₁ weighs them by it."""
-    server = own_problem(small(), NOBODY, 1, None)
+    server = own_problem(small("admission.max_share=10.0"), NOBODY, 1, None)
     honest = {0: 100, 1: 120, 2: 80}
     before, after = (with_sizes(server, sizes).federation for sizes in (honest, {**honest, 3: 10**9}))
     assert [before.share(client) for client in honest] == [client * 4 / 300 for client in honest.values()]
@@ -43,7 +43,8 @@ def test_a_client_that_claims_a_billion_samples_takes_nobodys_share(small):
 
 
 def test_what_such_a_client_is_told_of_the_others_gives_it_the_share_that_counts(small):
-    federation = with_sizes(own_problem(small(), NOBODY, 1, None), {0: 100, 1: 120, 2: 80, 3: 10**9}).federation
+    server = own_problem(small("admission.max_share=10.0"), NOBODY, 1, None)
+    federation = with_sizes(server, {0: 100, 1: 120, 2: 80, 3: 10**9}).federation
     assert [federation.told(n) for n in (80, 100, 120, 1100)] == [1400] * 4
     assert federation.told(10**9) >= 10**9, "no client is told of fewer samples than it has"
     assert 10**9 * 4 / federation.told(10**9) == pytest.approx(federation.share(3))

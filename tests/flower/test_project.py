@@ -215,7 +215,7 @@ def test_a_renewal_without_its_authority_or_beyond_it_is_refused(tmp_path):
     with pytest.raises(RunError, match=r"ca\.key is not the key of ca\.pem"):
         renew(folder, ["127.0.0.1"])
     (folder / "ca.key").unlink()
-    with pytest.raises(RunError, match=r"a renewal needs ca\.key and ca\.pem"):
+    with pytest.raises(RunError, match=r"renewing needs ca\.key and ca\.pem"):
         renew(folder, ["127.0.0.1"])
 
 
