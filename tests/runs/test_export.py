@@ -199,6 +199,8 @@ def test_an_export_reads_text_and_names_what_it_predicts(network, kind, tmp_path
     (piece,) = re.findall(r"```python\n(.*?)```", card, re.S)
     piece, changed = re.subn(r"^texts = .*$", "texts = json.load(open('texts.json'))", piece, flags=re.M)
     assert changed == 1 and "which no privacy mechanism protects" in card
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["pipeline_tag"] == ("text-classification" if kind == "label" else "text-generation")
     (tmp_path / "shared" / "texts.json").write_text(json.dumps(texts))
     out = "json.dump([tokens.tolist(), predicted], open('told.json', 'w'))"
     whole = f"import sys\nsys.modules['fedflat'] = None\n{piece}\n{out}"

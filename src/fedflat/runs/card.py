@@ -45,7 +45,8 @@ def card(
         "Recipe": f"```toml\n{recipe.to_toml()}```",
         "Files": _files(standing, digests),
     }
-    kind = "classifier" if _classifies(federation) else "regressor"
+    language = "language model (it predicts the next token)"
+    kind = language if signature.language else "classifier" if _classifies(federation) else "regressor"
     intro = f"A {kind}, trained by federated learning: {standing['rounds']} rounds with {federation.clients} clients."
     body = "".join(f"\n## {name}\n\n{text}\n" for name, text in sections.items())
     return f"---\n{_front_matter(federation, recipe, signature, standing)}---\n\n# {title}\n\n{intro}\n{body}"
@@ -64,10 +65,18 @@ def _terms(recipe: Recipe) -> list[str]:
     return [term.partition("(")[0] for term in str(recipe.method).split(" + ")]
 
 
+def _hub_task(federation: Federation, signature: Signature) -> str:
+    """The task by its name on model hubs."""
+    if signature.language:
+        return "text-generation"
+    text = "token" if signature.per_token else "text"
+    kind = text if signature.vocabulary else "image" if signature.images else "tabular"
+    return f"{kind}-classification" if _classifies(federation) else f"{kind}-regression"
+
+
 def _front_matter(federation: Federation, recipe: Recipe, signature: Signature, standing: Facts) -> str:
     """YAML front matter. The values are JSON, which is valid YAML with safe quoting."""
-    kind = "image" if len(signature.shape) == 3 else "tabular"
-    task = f"{kind}-classification" if _classifies(federation) else f"{kind}-regression"
+    task = _hub_task(federation, signature)
     data = {"name": recipe.data.name, "type": recipe.data.name, "split": recipe.evaluation.on}
     score = standing.get(f"{recipe.metric}_last")
     fields: dict[str, Any] = {

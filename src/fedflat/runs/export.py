@@ -78,6 +78,11 @@ class Signature:
     def images(self) -> bool:
         return len(self.shape) == 3
 
+    @property
+    def language(self) -> bool:
+        """Whether the network predicts the next token of a text."""
+        return bool(self.vocabulary) and self.classes == self.vocabulary and not self.labels
+
     def normalised(self, network: nn.Module) -> nn.Module:
         """The network as a module that normalises its inputs itself."""
         return network if self.plain else Normalised(network, self.mean, self.std, self.images)

@@ -33,7 +33,7 @@ def tokens_code(signature: Signature) -> str:
         return ""
     (length,) = signature.shape
     # Labelled texts were cut at their end. A text that goes on is predicted from its last tokens.
-    kept = f"[:{length}]" if signature.labels else f"[-{length}:]"
+    kept = f"[-{length}:]" if signature.language else f"[:{length}]"
     return f"""\
 with open("{VOCABULARY}", encoding="utf-8") as file:
     vocabulary = json.load(file)
@@ -55,5 +55,5 @@ def answer_code(signature: Signature) -> str:
     if not signature.tokenizer:
         return ""
     last = "logits[torch.arange(len(tokens)), (tokens >= 0).sum(dim=1) - 1]" if signature.per_token else "logits"
-    names = "labels" if signature.labels else "tokens"
+    names = "tokens" if signature.language else "labels"
     return f'predicted = [vocabulary["{names}"][k] for k in {last}.argmax(dim=1)]\n'
