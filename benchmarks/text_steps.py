@@ -3,7 +3,7 @@
     python benchmarks/text_steps.py
 
 Prints the time of a gradient with batches of 10 windows of 80 characters, the operators that take most of it, and the
-rates of the LSTM's matrix products: those of one character with ten rows, and those of all characters of a batch at once.
+rates of the LSTM's matrix products: those of one character, with ten rows, and those of all characters at once.
 """
 
 import time

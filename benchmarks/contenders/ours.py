@@ -40,7 +40,7 @@ def recipe_of(job: Job, clients: int) -> Recipe:
 
 
 def timed(*arguments: object) -> Outcome:
-    """A client's local steps, with their time among the notes, divided by nᵢ m/N: the server weighs notes by samples."""
+    """A client's local steps, and their time among the notes, divided by nᵢ m/N: the server weighs notes by samples."""
     begun = time.perf_counter()
     outcome = train(*arguments)  # type: ignore[arg-type]
     return replace(outcome, notes={"local_seconds": (time.perf_counter() - begun) / outcome.rule.share})

@@ -176,7 +176,8 @@ LABELLED = ["data.window=8", "data.words=20", *SMALL["gpt"][:-1]]
 def test_an_export_reads_text_and_names_what_it_predicts(network, kind, tmp_path):
     """The texts of the test samples, through the card's code alone, give their token ids and the model's answers."""
     rows = [{"text": f"{'Good' if n % 3 else 'A bad'} day, {n % 7} times; no more than that?"} for n in range(30)]
-    rows = [{**row, **({"label": "fine" if n % 3 else "poor"} if kind == "label" else {})} for n, row in enumerate(rows)]
+    if kind == "label":
+        rows = [{**row, "label": "fine" if n % 3 else "poor"} for n, row in enumerate(rows)]
     if network == "in memory":  # kept beside the run, with its tokenizer
         clients = fedflat.federate(hub.Dataset.from_list(rows), "iid", 3, words=20, window=8)
         small = dict(model_width=8, model_heads=2, model_layers=1, rounds=1, steps=2, engine="inline")

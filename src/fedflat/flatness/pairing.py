@@ -58,7 +58,8 @@ def pairs(train: Batch, test: Batch, direction: Direction = "train_to_test", lim
         raise RecipeError(f"limit = {limit}: it must be at least 1, or 0 for all")
     for side, (_, labels) in {"train": train, "test": test}.items():
         if labels.ndim != 1:
-            hint = "" if labels.is_floating_point() else '; of a text, predict one token per window: data.predict = "next"'
+            text = not labels.is_floating_point()
+            hint = '; of a text, predict one token per window: data.predict = "next"' if text else ""
             shape = tuple(labels.shape)
             raise DataError(f"{side} labels: pairs need one class for each sample, not the shape {shape}{hint}")
     (inputs, labels), others = (train, test) if direction == "train_to_test" else (test, train)

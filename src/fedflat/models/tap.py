@@ -85,7 +85,7 @@ class Tap:
 
 
 def _is_activation(module: nn.Module) -> bool:
-    """Whether this is an activation of PyTorch, of ours, or of `transformers`, which has classes of its own for GELU."""
+    """Whether this is an activation of PyTorch, of ours, or of `transformers`, which has its own classes for GELU."""
     kind = type(module)
     theirs = kind.__module__ == "transformers.activations" and kind.__name__ != "LinearActivation"
     return theirs or isinstance(module, ACTIVATIONS)
