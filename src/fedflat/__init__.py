@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedflat import flatness, report
+    from fedflat import flatness, methods, models, report
     from fedflat.errors import FedflatError
     from fedflat.federation import Augment, Dataset, Federation, Samples, federate
     from fedflat.methods import Method, Part, option
@@ -27,13 +27,15 @@ __all__ = [
     "Task",
     "federate",
     "flatness",
+    "methods",
+    "models",
     "option",
     "report",
     "train",
     "trust",
 ]
 
-ROOMS = ("flatness", "report")  # subpackages that are part of the public namespace
+ROOMS = ("flatness", "methods", "models", "report")  # subpackages that are part of the public namespace
 _HOMES = {
     "fedflat.errors": ("FedflatError",),
     "fedflat.federation": ("Augment", "Dataset", "Federation", "Samples", "federate"),

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from platformdirs import user_config_path
 
-from fedflat.errors import RecipeError
+from fedflat.errors import RecipeError, nearest
 from fedflat.files import read_bytes
 
 Kind = TypeVar("Kind")
@@ -90,9 +90,13 @@ def named_class(path: str, kind: type[Kind], field: str) -> type[Kind]:
     asked = f"{field} = {path!r}"
     refuse_untrusted(module, f"{asked}: is code from outside of fedflat")
     try:
-        found = getattr(import_module(module), name, None)
+        imported = import_module(module)
     except (Exception, SystemExit) as error:  # the user's module may raise anything on import
         raise RecipeError(f"{asked}: {module} cannot be imported ({type(error).__name__}: {error})") from error
+    if not hasattr(imported, name):
+        known = [key for key, value in vars(imported).items() if isinstance(value, type) and issubclass(value, kind)]
+        raise RecipeError(f"{asked}: {module} has no {name}" + (f"; {nearest(name, known)}" if known else ""))
+    found = getattr(imported, name)
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise RecipeError(f"{asked}: is not a class that inherits from {kind.__name__}, and nothing else is called")
     return found

@@ -95,11 +95,19 @@ def test_no_number_is_cut_in_a_narrow_terminal(called_in, tmp_path, width):
         (["sweep", "bare.toml"], 2, "or train this recipe by `fedflat run`"),
         (["sweep", "sol"], 2, "sol: is a preset, not a sweep; train it with `fedflat run sol`"),
         (["report", "run", "-o", "r.pdf"], 2, "-o r.pdf: a report is an HTML page"),
+        (["run", "--set", "model=nets:Nett", "--trust"], 2, "model.name = 'nets:Nett': nets has no Nett; did you"),
+        (["run", "--set", "model=nets:Net", "--trust"], 3, "model: it cannot process inputs of shape (4, 1, 8, 8)"),
+        (["flower", "init", "bare.toml"], 6, "bare.toml: is a file; choose another directory"),
+        (["tune", "--space", "local.lr=0.1,fast", "--trials", "2"], 2, "local.lr = 'fast': input should be"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_answered_by_what_would_do(fedflat, tmp_path, arguments, code, sentence):
     (tmp_path / "grid.toml").write_text("[grid]\nseed = [0]\n")
     (tmp_path / "bare.toml").write_text("seed = 0\n")
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\nclass Net(nn.Sequential):\n"
+        "    def __init__(self):\n        super().__init__(nn.Linear(3, 3))\n"
+    )
     found, printed, complaint = fedflat(*arguments)
     assert (found, printed) == (code, "")
     assert sentence in complaint and len(complaint.splitlines()) == 1

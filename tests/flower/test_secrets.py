@@ -72,7 +72,7 @@ def test_a_run_whose_secret_is_gone_is_not_gone_on_with(deployed, small, tmp_pat
     with pytest.raises(ConnectionAbortedError):
         deployed(small(*SECRET), cut_in(2))
     (tmp_path / "out" / "deployment.secret").unlink()
-    with pytest.raises(RunError, match="its cohorts cannot be drawn; begin anew"):
+    with pytest.raises(RunError, match="is missing, and draws the cohorts; start a new run"):
         deployed(small(*SECRET))
 
 
@@ -135,7 +135,7 @@ def test_questions_that_no_client_would_answer_are_not_asked(deployed, small):
 
 
 def test_cohorts_that_anybody_can_compute_are_for_rehearsals(deployed, small):
-    with pytest.raises(RecipeError, match=r"^server.draws = 'fedsol': anybody can compute those cohorts"):
+    with pytest.raises(RecipeError, match=r"^server.draws = 'fedsol': anyone can compute these cohorts"):
         deployed(small("deployment.draws=secret", "server.draws=fedsol"))
 
 

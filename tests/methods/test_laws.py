@@ -224,6 +224,13 @@ def test_a_part_at_zero_costs_no_pass(method, passes):
     assert trial.passes(parse(method)) == passes
 
 
+@pytest.mark.parametrize(
+    ("method", "gradients"), [("looksam", 6 / 5), ("looksam(every=2)", 1.5), ("looksam(every=1)", 2)]
+)
+def test_an_ascent_in_every_kth_step_costs_one_gradient_in_k_steps(method, gradients):
+    assert trial.passes(parse(method)) == (gradients, 0)
+
+
 @pytest.mark.parametrize("host", [n for n in CATALOGUE if n not in ("man", "top_eigenvalue")])
 def test_man_with_zeta_zero_changes_no_bit_of_any_method(clients, host):
     assert torch.equal(trained(clients, f"{host} + man(0.0)"), trained(clients, host))

@@ -153,7 +153,7 @@ def test_the_ending_of_a_file_tells_the_form(sweep, tmp_path):
     for ending, start in {"tex": "% acc", "md": "**acc", "csv": "method", "html": "<table>"}.items():
         sheet.save(tmp_path / f"t.{ending}")
         assert (tmp_path / f"t.{ending}").read_text("utf-8").startswith(start)
-    with pytest.raises(RecipeError, match="its ending tells no form of a table"):
+    with pytest.raises(RecipeError, match="a table is written as"):
         sheet.save(tmp_path / "t.pdf")
     with pytest.raises(RunError, match="cannot be written"):
         sheet.save(tmp_path / "no" / "t.md")

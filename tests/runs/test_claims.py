@@ -137,6 +137,32 @@ def test_an_interval_covers_the_true_effect_in_19_of_20_repetitions():
     assert 0.93 < np.mean([each.low <= 0.3 <= each.high for each in found]) < 0.97
 
 
+def test_seeds_added_after_a_look_keep_the_error_rate_only_without_the_seeds_that_were_looked_at():
+    """No effect at all: five seeds, then one more at a time until it is decided, or eight new ones at once."""
+    chance = np.random.default_rng(11)
+    stretched, fresh = 0, 0
+    for _ in range(REPETITIONS):
+        effects = chance.normal(0, 1, 25)
+        stretched += any(judge(effects[:n], 0.0, "higher").word != "undecided" for n in range(5, 26))
+        fresh += judge(effects[5:13], 0.0, "higher").word != "undecided"
+    # 5 % of 200 are 10; more than 20 would be one case in a thousand.
+    assert fresh <= 20 < stretched
+
+
+def test_the_pilots_seeds_do_not_count(bench, evidence):
+    _, written = bench
+    whole, later = judged(written(CLAIM), evidence), judged(written(f"pilot = [0]\n{CLAIM}", "later"), evidence)
+    assert (later.runs, later.known, later.effects[0].finding.seeds) == (4, 4, 2)
+    assert later.effects[0].values == whole.effects[0].values[1:] and later.hours < whole.hours
+    part = CLAIM[CLAIM.index("[[part]]") :]
+    ranked = '\n[ranking]\nquantity = "loss"\nmeasures = ["accuracy_last"]\nstudies = ["rates"]\n'
+    (effect,) = judged(written(f"pilot = [2]\n{CLAIM.replace(part, ranked)}", "ranked"), evidence).effects
+    assert effect.finding.seeds == 2
+    path = written(f"pilot = [0, 1, 2]\n{CLAIM}", "none")
+    with pytest.raises(RecipeError, match="no run of the study rates outside of the pilot"):
+        load_studies(load_claim(path), path.parent)
+
+
 def test_a_claim_of_many_parts_keeps_the_error_rate_of_one():
     """Eight parts exactly at the bound: without a correction one in six claims would be refuted."""
     chance = np.random.default_rng(7)

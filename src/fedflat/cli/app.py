@@ -22,21 +22,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Flatness-aware federated learning.", no_args_is_help=True)
 
 
-def _keep_help_of_arguments() -> None:
-    """Since click 8.5 an argument has a help of its own, which overwrites the one that typer 0.20 has set."""
-    kind: Any = typer.core.TyperArgument
-    make = kind.__init__
-
-    def init(argument: Any, *, help: str | None = None, **options: Any) -> None:
-        make(argument, help=help, **options)
-        argument.help = help
-
-    kind.__init__ = init
-
-
-_keep_help_of_arguments()
-
-
 class Sober(Console):
     """A console on which the text of a file or client cannot move the cursor, clear the screen or set a title."""
 

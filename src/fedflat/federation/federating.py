@@ -51,6 +51,11 @@ def by_position(function: Callable[P, Federation]) -> Federate[P]:
         if values and is_array(values[0]):
             options = _paired(values) | options
             values = ()
+        elif values and isinstance(values[0], list | tuple) and len(values) > 1 and "split" in options:
+            raise RecipeError(
+                "federate: with data as lists, the second value is the split, which is also given by name; "
+                "make the data arrays: federate(np.array(x), np.array(y), …)"
+            )
         make: Callable[..., Federation] = function
         return make(*values, **options)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedflat.errors import DataError, shortened
-from fedflat.federation.columns import Columns, columns_of, is_table, read_csv
+from fedflat.federation.columns import Columns, columns_of, is_table, numbers_or_texts, read_csv
 from fedflat.federation.dataset import Dataset, Samples
 from fedflat.federation.datasets import known_datasets
 from fedflat.federation.folders import image_folder
@@ -103,11 +103,11 @@ def _assembled(name: str, train: Raw, test: Raw | None, share: Test, owner: Any,
         train = train._replace(owners=_array(owner, "client"))
     if train.owners is not None and len(train.owners) != len(train.labels):
         raise DataError(f"client: {len(train.owners)} owners for {len(train.labels)} samples; give one for each")
+    for part, raw in (("data", train), ("test", test)):
+        if raw is not None and len(raw.inputs) != len(raw.labels):
+            raise DataError(f"{part}: {len(raw.inputs)} inputs with {len(raw.labels)} labels; give one for each")
     if test is None:
         train, test = _held_out(train, share, seed)
-    for part, raw in (("data", train), ("test", test)):
-        if len(raw.inputs) != len(raw.labels):
-            raise DataError(f"{part}: {len(raw.inputs)} inputs with {len(raw.labels)} labels; give one for each")
     if train.inputs.shape[1:] != test.inputs.shape[1:]:
         raise DataError(
             f"test: inputs of shape {test.inputs.shape[1:]}, and the training inputs {train.inputs.shape[1:]}"
@@ -214,7 +214,7 @@ def _from_table(
             raise DataError(f"{source}: has no column {name!r} (columns=); it has {', '.join(table)}")
         if table[name].dtype.kind not in "biuf":
             raise DataError(
-                f"{source}: column {name!r} holds {str(table[name][0])!r}, which is not a number; encode the column as "
+                f"{source}: column {name!r} {_not_a_number(table[name])}, which is not a number; encode the column as "
                 "numbers, or leave it out by columns="
             )
     if not inputs:
@@ -227,6 +227,13 @@ def _from_table(
             f"{source}: row {row + 1} of column {inputs[column]!r} is missing or not finite; fill it or leave it out"
         )
     return Raw(numbers, table[label], None if owner is None else table[owner], True)
+
+
+def _not_a_number(texts: NDArray[Any]) -> str:
+    """Where a column of texts has the first one that is not a number."""
+    wrong = (row for row, text in enumerate(texts) if numbers_or_texts([str(text)]).dtype.kind == "U")
+    row = next(wrong, 0)
+    return f"has {shortened(repr(str(texts[row])), 40)} in row {row + 1}"
 
 
 def _inputs(inputs: NDArray[Any], part: str, vocabulary: int) -> Tensor:

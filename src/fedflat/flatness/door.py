@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedflat.errors import DataError, FedflatError, RecipeError, TrainingError
+from fedflat.errors import DataError, RecipeError, TrainingError
 from fedflat.federation import Federation, normalised_inputs
 from fedflat.flatness.borrowed import borrowed
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.samples import Collate, Fields, batches_of
 from fedflat.local import Loss
+from fedflat.models import explained
 from fedflat.tasks import TASKS
 from fedflat.tokens import IGNORED
 
@@ -92,11 +93,14 @@ def mean_loss(model: nn.Module, loss: Loss | None, batch: tuple[Any, Tensor]) ->
 
     Raises:
         DataError: model or loss cannot be computed, or the loss is neither a mean nor a sum over samples.
+        RecipeError: the loss is not a function.
         TrainingError: outputs or loss are not finite, or outputs are random.
     """
+    if loss is not None and not callable(loss):
+        raise RecipeError(f"loss: is a {type(loss).__name__}; give a function of outputs and labels")
     few = FEW if _counts(batch[1][:FEW]) else len(batch[1])
     inputs, labels = batch[0][:few], batch[1][:few]
-    with torch.no_grad(), _explained("the model cannot process a batch", inputs):
+    with torch.no_grad(), explained("the model cannot process a batch of", inputs):
         outputs, again = model(inputs), model(inputs)
     if not isinstance(outputs, Tensor):
         raise DataError(f"model: returns a {type(outputs).__name__}; wrap it in a module that returns one tensor")
@@ -105,7 +109,7 @@ def mean_loss(model: nn.Module, loss: Loss | None, batch: tuple[Any, Tensor]) ->
     if not torch.equal(outputs, again):
         raise TrainingError("model: two passes differ in evaluation mode, so it is random and has no fixed loss")
     loss = _class_mean(loss or default_loss(outputs, labels))
-    with torch.no_grad(), _explained("the loss cannot be computed", outputs, labels):
+    with torch.no_grad(), explained("the loss cannot be computed from outputs and labels of", outputs, labels):
         once, twice = loss(outputs, labels), loss(torch.cat([outputs] * 2), torch.cat([labels] * 2))
         if once.numel() > 1:
             return _over(loss, lambda values, y: values.sum() / values.numel())
@@ -171,24 +175,6 @@ def default_loss(outputs: Tensor, labels: Tensor) -> Loss:
         return F.cross_entropy
     shapes = f"outputs of shape {tuple(outputs.shape)} and {labels.dtype} labels of shape {tuple(labels.shape)}"
     raise DataError(f"loss: there is no default for {shapes}; pass loss=, a function of both")
-
-
-@contextmanager
-def _explained(what: str, *tensors: Any) -> Iterator[None]:
-    try:
-        yield
-    except FedflatError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().splitlines() or [""]
-        shapes = ", ".join(_described(tensor) for tensor in tensors)
-        raise DataError(f"{what} of {shapes}: {type(error).__name__}: {reason[0]}") from error
-
-
-def _described(tensor: Any) -> str:
-    if isinstance(tensor, Fields):
-        return "; ".join(f"{name}: {_described(each)}" for name, each in tensor.items())
-    return f"shape {tuple(tensor.shape)} ({str(tensor.dtype).removeprefix('torch.')})"
 
 
 class Door(Protocol, Generic[P, R]):

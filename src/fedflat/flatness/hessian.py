@@ -165,8 +165,11 @@ def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed
         The eigenvalues, eigenvectors and residuals. The eigenvalues are NaN if a product is not finite.
 
     Raises:
+        RecipeError: k is not positive.
         TrainingError: Lanczos did not converge.
     """
+    if k < 1:
+        raise RecipeError(f"k = {k}: ask for at least one eigenvalue")
     before = hessian.products
     try:
         values, vectors, residuals = largest(hessian, k, tolerance, seed)

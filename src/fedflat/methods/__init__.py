@@ -2,7 +2,7 @@
 
 from fedflat.methods.catalogue import CATALOGUE
 from fedflat.methods.chain import Method
-from fedflat.methods.parser import Written, explain, parse, spell
+from fedflat.methods.parser import Written, concise, explain, parse, spell
 from fedflat.methods.part import Part, RobustAverage, ServerView, Wrapper, option
 from fedflat.methods.parts import ActiveModel, AllModels, CentralPrivacy, MetaStep, Privacy, ProductAverage
 from fedflat.methods.uploads import Upload, Uploads, collect
@@ -24,6 +24,7 @@ __all__ = [
     "Wrapper",
     "Written",
     "collect",
+    "concise",
     "explain",
     "option",
     "parse",

@@ -87,6 +87,20 @@ def spell(written: Method | Part | Written) -> str:
     return " + ".join(call.removesuffix("()") for call in calls)
 
 
+def concise(written: Written) -> str:
+    """Return the text of a method without the options that have their defaults.
+
+    >>> concise("feddyn(penalty=0.1, dual='all', balanced=False) + man(zeta=0.2, layers='all', attention=False)")
+    'feddyn + man(zeta=0.2)'
+    """
+    calls = []
+    for name, options in _calls(written):
+        usual = CATALOGUE[name].options() if name in CATALOGUE else {}
+        kept = [f"{k}={_spelled(v)}" for k, v in options.items() if k not in usual or usual[k] != v]
+        calls.append(f"{name}({', '.join(kept)})".removesuffix("()"))
+    return " + ".join(calls)
+
+
 def _spelled(value: Any) -> str:
     """Return the import path and options of a part, and the repr of any other value."""
     if not isinstance(value, Part):

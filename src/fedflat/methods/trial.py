@@ -56,12 +56,15 @@ def _one_step(method: Planner, measures: Sequence[str] = ()) -> tuple[Network, L
     return network, rule, (drawn(3)[:8].view(2, 4), torch.tensor([0, 1]))
 
 
-def passes(method: Planner) -> tuple[int, int]:
-    """Count the passes in one local step of a method: those with a gradient, and those through frozen models.
+def passes(method: Planner) -> tuple[float, float]:
+    """Count the passes per local step of a method: those with a gradient, and those through frozen models.
 
-    The attribute `passes` of a term adds to the cost of every gradient, or of the step if the term is only watched.
+    An ascent in every k-th step only is averaged over k steps. The attribute `passes` of a term adds to the cost of
+    every gradient, or of the step if the term is only watched.
     """
     network, rule, batch = _one_step(method)
+    steps = getattr(rule.ascent, "every", 1)
+    rule = replace(rule, steps=steps)
     counts = {"gradients": 0, "forwards": 0}
 
     def counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,9 +76,11 @@ def passes(method: Planner) -> tuple[int, int]:
 
     for name, kind in ("differentiate", "gradients"), ("partials", "gradients"), ("standing_at", "forwards"):
         setattr(network, name, counted(kind, getattr(network, name)))
-    train(network, network.weights.clone(), rule, [batch, batch] if rule.pairs else [batch], F.cross_entropy)
+    train(network, network.weights.clone(), rule, [batch] * steps * (2 if rule.pairs else 1), F.cross_entropy)
     each, watched = (sum(getattr(term, "passes", 0) for term in terms) for terms in (rule.terms, rule.watched))
-    return (1 + each) * counts["gradients"] + watched, counts["forwards"]
+    found = (1 + each) * counts["gradients"] / steps + watched, counts["forwards"] / steps
+    gradients, forwards = (int(count) if count.is_integer() else count for count in found)
+    return gradients, forwards
 
 
 def noted(method: Planner) -> frozenset[str]:

@@ -12,6 +12,7 @@ Networks for colour images repeat the channel of a grey image three times, as in
 from fedflat.models.adapters import factors, is_adapted, lora, merged
 from fedflat.models.attention import plain_attention
 from fedflat.models.blocks import Activation, AttentionOutput, Colour, Normalised, RectifiedPool
+from fedflat.models.failures import explained
 from fedflat.models.layout import Layout
 from fedflat.models.outputs import own_output, plain_output
 from fedflat.models.registry import MODELS, OFFERED, build, construction, refuse_offered
@@ -35,6 +36,7 @@ __all__ = [
     "Tap",
     "build",
     "construction",
+    "explained",
     "factors",
     "is_adapted",
     "lora",

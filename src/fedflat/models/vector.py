@@ -60,6 +60,8 @@ class Network:
         if not trained:
             why = "all of its parameters are frozen (requires_grad = False)" if named else "it has no parameters"
             raise RecipeError(f"model: {why}, so there is nothing to train")
+        if any(map(nn.parameter.is_lazy, named.values())):
+            raise RecipeError("model: it has lazy layers without a shape; call it once on a sample before training")
         self.trained: list[Tensor] = list(trained.values())
         self.layout = Layout.of(trained.items())
         self.base = {name: parameter for name, parameter in named.items() if name not in trained}
@@ -92,8 +94,16 @@ class Network:
         return digest.hexdigest()
 
     @torch.no_grad()
-    def choose_head(self, sample: Tensor | None) -> None:
-        """Set the head to the linear layer whose output is the model's output for this sample, or to the last one."""
+    def choose_head(self, sample: Tensor | None) -> Any:
+        """Set the head to the linear layer whose output is the model's output, or to the last one.
+
+        Args:
+            sample: a batch of inputs; None takes the last linear layer.
+
+        Returns:
+            The model's output for the sample.
+        """
+        logits: Any = None
         linear = [(name, m) for name, m in self.module.named_modules() if isinstance(m, nn.Linear)]
         if sample is not None:
             outputs: dict[str, Tensor] = {}
@@ -107,6 +117,7 @@ class Network:
                 logits = logits.logits
             linear = [entry for entry in linear if outputs.get(entry[0]) is logits] or linear
         self._use_head(linear[-1][0] if linear else None)
+        return logits
 
     def _use_head(self, name: str | None) -> None:
         self._head_name = name

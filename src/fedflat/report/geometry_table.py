@@ -9,6 +9,7 @@ from rich.table import Table
 
 from fedflat.flatness import ClientFlatness, Difference, GroupSpectrum, Locality, weighted
 from fedflat.report.flatness_table import estimate, side_by_side, titled_table
+from fedflat.report.lines import short_methods
 
 
 def group_table(groups: Sequence[GroupSpectrum], title: str) -> Table:
@@ -66,10 +67,12 @@ def _client(each: ClientFlatness, whole: float) -> list[str]:
 
 def difference_table(found: Sequence[Difference], title: str) -> Table:
     """The paired differences of each method from the reference, with one row for each measure."""
-    methods = dict.fromkeys(each.method for each in found)
+    reference = found[0].reference
+    short = short_methods([reference, *dict.fromkeys(each.method for each in found)])
     columns = {
-        f"{method}\n− {found[0].reference}": {each.measure: told(each) for each in found if each.method == method}
-        for method in methods
+        f"{name}\n− {short[reference]}": {each.measure: told(each) for each in found if each.method == method}
+        for method, name in short.items()
+        if method != reference
     }
     return side_by_side(title, columns)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from fedflat.errors import RunError
+from fedflat.errors import RecipeError, RunError
 from fedflat.files import read_whole
 from fedflat.recipe import Recipe
 from fedflat.rounds import flat_record
 from fedflat.runs import Record, Result, read_recipe, read_record, summary
 
 Source = str | PathLike[str] | Result
+Sources = Source | Iterable[Source]
 Settings = dict[str, Any]
 MOST_NAMED = 3  # maximum number of settings in a line's name
 # These settings follow from the data set, so its name is enough.
@@ -100,10 +101,10 @@ class Line:
         return self.runs[0].recipe
 
 
-def read_runs(sources: Iterable[Source]) -> list[Run]:
+def read_runs(sources: Iterable[Sources]) -> list[Run]:
     """Reads the runs of directories (of one or several runs) and of results, in the given order without duplicates."""
     found: dict[Path | int, Run | Path] = {}
-    for source in sources:
+    for source in each_of(sources):
         if isinstance(source, Result):
             found[id(source)] = Run(source.directory or Path("in memory"), source.recipe, source.history)
             continue
@@ -112,11 +113,24 @@ def read_runs(sources: Iterable[Source]) -> list[Run]:
     return [each if isinstance(each, Run) else read_run(each) for each in found.values()]
 
 
-def read_lines(sources: Iterable[Source]) -> list[Line]:
+def each_of(sources: Iterable[Sources]) -> Iterator[Source]:
+    """The sources one by one, also those in lists."""
+    for source in sources:
+        if isinstance(source, str | PathLike | Result):
+            yield source
+        elif isinstance(source, Iterable):
+            yield from each_of(source.values() if isinstance(source, Mapping) else source)
+        else:
+            raise RecipeError(
+                f"runs: one is of type {type(source).__name__}; give directories of runs, or results of train"
+            )
+
+
+def read_lines(sources: Iterable[Sources]) -> list[Line]:
     """Reads runs and groups those that differ only in the seed into lines, in the given order.
 
     Args:
-        sources: directories of runs or of several runs, or results of `train`.
+        sources: directories of runs or of several runs, results of `train`, or lists of them.
     """
     runs = read_runs(sources)
     groups: dict[str, list[Run]] = {}

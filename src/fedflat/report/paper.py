@@ -24,7 +24,7 @@ from fedflat.drawing import (
 )
 from fedflat.errors import RecipeError, RunError, nearest
 from fedflat.flatness import Landscape, Scale, check_comparable, draw_lines, draw_map
-from fedflat.report.lines import Line, Source, read_lines
+from fedflat.report.lines import Line, Sources, read_lines
 from fedflat.report.measured import landscapes, recorded, split_counts
 from fedflat.report.picture import draw_counts
 from fedflat.rounds import flat_record
@@ -47,7 +47,7 @@ class Asked:
 
 
 def plot(
-    *sources: Source,
+    *sources: Sources,
     kind: Kind = "curves",
     metric: str | None = None,
     target: float | None = None,
@@ -60,7 +60,7 @@ def plot(
     Runs that differ only in the seed form one line: its mean, and a band from the lowest to the highest seed.
 
     Args:
-        sources: directories of runs or of several runs, such as sweeps; or results of `train`.
+        sources: directories of runs or of several runs, such as sweeps; results of `train`; or lists of them.
         kind: `curves` of a metric over the rounds; `target`, the rounds to a value of the metric; `flatness`, a measure
             of flatness against the metric; `split`, the clients' samples by class; `landscape`, the loss around minima.
         metric: by default the one that the runs follow.

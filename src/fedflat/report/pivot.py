@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fedflat.errors import RecipeError, RunError, nearest, shown
 from fedflat.flatness import Measurement, paired_differences
-from fedflat.report.lines import Run, Source, differing, read_runs, short_methods
+from fedflat.report.lines import Run, Source, Sources, differing, each_of, read_runs, short_methods
 from fedflat.report.measured import recorded
 from fedflat.report.numbers import best as best_of
 from fedflat.report.numbers import over_seeds
@@ -28,7 +28,7 @@ LESS = ("loss", "rounds_to", "lambda", "trace", "sharpness", "bytes", "seconds",
 
 
 def table(
-    *sources: Source,
+    *sources: Sources,
     rows: Names = None,
     columns: Names = None,
     value: Names = None,
@@ -43,7 +43,7 @@ def table(
     the seeds that both have, at least three, excludes 0 (`flatness.paired_differences`).
 
     Args:
-        sources: directories of sweeps, of runs, or of several runs; or results of `train`.
+        sources: directories of sweeps, of runs, or of several runs; results of `train`; or lists of them.
         rows: the settings that name the rows, by default the method. `alpha` is short for `split.alpha`, and `split`
             for all settings of that section.
         columns: the settings that name the columns, by default all others that vary.
@@ -163,12 +163,12 @@ def _decided(cells: Mapping[Key, Sequence[Row]], metric: str, reference: Key) ->
     return {names[each.method] for each in found if each.decided and len(each.seeds) >= SEEDS}
 
 
-def _rows(sources: Sequence[Source]) -> list[list[Row]]:
+def _rows(sources: Sequence[Sources]) -> list[list[Row]]:
     """The results of each source: those of sweeps as they are, those of single runs with the settings that differ."""
     if not sources:
         raise RecipeError("table: there are no runs; give the directories of sweeps or runs")
     tables, others = list[list[Row]](), list[Source]()
-    for source in sources:
+    for source in each_of(sources):
         swept = not isinstance(source, Result) and (Path(source) / "results.jsonl").is_file()
         if not isinstance(source, Result) and (swept or Path(source).suffix == ".jsonl"):
             tables.append([_finite(row, source) for row in read_rows(Path(source))])

@@ -68,7 +68,9 @@ class Sheet:
         """
         file = Path(path)
         if form is None and file.suffix not in ENDINGS:
-            raise RecipeError(f"{file}: its ending tells no form of a table; give .tex, .md, .csv, .html or .txt")
+            raise RecipeError(
+                f"{file}: a table is written as .tex, .md, .csv, .html or .txt; choose one of these endings"
+            )
         text = self.write(form or ENDINGS[file.suffix])
         with written_to(file, "choose another file"):
             write_whole(file, text.encode(), public=True)
@@ -134,7 +136,14 @@ def terminal(sheet: Sheet, width: int = 120, colour: bool = False) -> str:
             texts = (Text(_shown(cell).replace("± ", "±"), "bold" if cell.bold else "") for cell in cells)
             table.add_row(*map(Text, sheet.led("" if number else name, kind)), *texts)
         table.add_section()
-    console = Console(file=io.StringIO(), width=width, force_terminal=colour, color_system="auto" if colour else None)
+    # In a notebook, rich would display the text instead of writing it to the file.
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=colour,
+        force_jupyter=False,
+        color_system="auto" if colour else None,
+    )
     console.print(fitted(table, width))
     for note in sheet.notes:
         console.print(Text(f"• {note}"))

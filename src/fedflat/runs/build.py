@@ -35,6 +35,7 @@ from fedflat.rounds import (
     view,
 )
 from fedflat.runs.base import load_base, refuse_misfit
+from fedflat.runs.first_pass import first_pass
 from fedflat.runs.folder import Record, read_model, read_recipe, refuse_other_base
 from fedflat.runs.given import kept_federation
 from fedflat.runs.manifest import Checkpoint, DamagedError, verified
@@ -135,7 +136,7 @@ def assemble(
     module, recipe = _founded(module, recipe)
     method = method + ProductAverage() if recipe.model.lora and recipe.model.lora.average == "product" else method
     network = Network(module, dtype, device, autocast=recipe.precision == "bf16")
-    network.choose_head(federation.held_out("train", 0, 1)[0])
+    first_pass(network, task, federation)
     group = recipe.engine.group or group_size(network, cohort_size(recipe.server, federation.clients))
     recipe = judged_by(task, recipe)
     return Problem(federation, network, _evaluating(method, recipe), in_full(recipe, federation, group), task)

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from fedflat.errors import AwayError, RecipeError, StoppedError, TrainingError, printable
+from fedflat.errors import AwayError, StoppedError, TrainingError, printable
 from fedflat.federation import Federation
 from fedflat.local import Loss
 from fedflat.methods import Method, Part, Written, parse, spell
@@ -36,6 +36,7 @@ from fedflat.rounds import (
     margin_loss,
     view,
 )
+from fedflat.runs.arguments import check_arguments
 from fedflat.runs.build import assemble, in_full, sharpness_portion, show, start_engine
 from fedflat.runs.checkpoint import Checkpoints
 from fedflat.runs.folder import Record, RunFolder
@@ -105,11 +106,7 @@ def train(
     >>> len(result.history), 0.0 < result.accuracy <= 1.0
     (2, True)
     """
-    if not isinstance(federation, Federation):
-        raise RecipeError(
-            f"train: the federation is a {type(federation).__name__}; make one of your data by "
-            "fedflat.federate(data, split, clients)"
-        )
+    check_arguments(federation, model, task, callbacks, out)
     module = model if isinstance(model, nn.Module) else None
     directory = None if out is None else Path(out)
     begun = directory if resume else None

@@ -18,6 +18,7 @@ from fedflat.errors import RecipeError, RunError, nearest
 from fedflat.federation import Federation, taking_raw
 from fedflat.files import read_whole
 from fedflat.local import Loss
+from fedflat.methods import concise
 from fedflat.models import own_output
 from fedflat.recipe import Recipe
 from fedflat.rounds import Problem, flat_record
@@ -107,13 +108,17 @@ class Result(Shown):
     @property
     def accuracy(self) -> float:
         """The accuracy after the last evaluated round; NaN if labels are not classes."""
-        return self.last("accuracy")
+        known = any("accuracy" in record for record in self.history)
+        return self.last("accuracy") if known else math.nan
 
     def last(self, name: str | None = None) -> float:
-        """Return a metric after the last evaluated round, by default the one that tables follow; NaN without one."""
-        name = name or self.recipe.metric
-        values = [found for record in self.history if (found := flat_record(record).get(name)) is not None]
-        return values[-1] if values else math.nan
+        """Return a metric after the last evaluated round, by default the one that tables follow.
+
+        Raises:
+            RecipeError: if no round has a metric of this name.
+        """
+        values = self.curve(name or self.recipe.metric)
+        return values[-1][1] if values else math.nan
 
     @property
     def summary(self) -> Record:
@@ -140,7 +145,7 @@ class Result(Shown):
         rounds = self.history[-1]["round"] if self.history else 0
         reached = "" if math.isnan(self.last()) else f", {self.recipe.metric} {self.last():.4f}"
         where = f", in {self.directory}" if self.directory else ""
-        return f"Result of {self.recipe.method} after {rounds} rounds{reached}{where}"
+        return f"Result of {concise(self.recipe.method)} after {rounds} rounds{reached}{where}"
 
     def __repr__(self) -> str:
         return f"<{self.caption()}>"
@@ -151,7 +156,7 @@ class Result(Shown):
 
     def to_frame(self) -> Any:
         """One row for each round, as a pandas DataFrame if pandas is installed, otherwise as a list of dictionaries."""
-        return framed(flat_record(record) for record in self.history)
+        return framed({"round": record["round"], **flat_record(record)} for record in self.history)
 
     def plot(self, ax: Any = None, metric: str | None = None, label: str = "") -> Any:
         """Draw a metric over the rounds, and return the axes.

@@ -12,7 +12,7 @@ from fedflat.flatness import LEVEL
 from fedflat.runs.claims.claim import Claim, Part, Values, matches
 from fedflat.runs.claims.evidence import Evidence
 from fedflat.runs.claims.verdict import Finding, Hypothesis, Word, concluded, judge
-from fedflat.runs.sweep.plan import Sweep
+from fedflat.runs.sweep.plan import Point, Sweep
 from fedflat.runs.sweep.results import Row
 
 DRAWS = 10_000  # of the bootstrap
@@ -125,7 +125,7 @@ def state_of(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> 
     if claim.ranking:
         judged = _ranked(claim, studies, evidence)
     else:
-        judged = [_effect(part, studies[claim.study_of(part)], evidence) for part in claim.part]
+        judged = [_effect(claim, part, studies[claim.study_of(part)], evidence) for part in claim.part]
     rows = [evidence.of(study, point) for study in studies.values() for point in claim.points(study)]
     seconds = sum(row["metrics"].get("seconds", 0.0) for row in rows if row)
     controls = set(claim.ranking.beside) if claim.ranking else set()
@@ -134,10 +134,11 @@ def state_of(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> 
     return State(claim, effects, word, more, len(rows), sum(row is not None for row in rows), seconds / 3600)
 
 
-def _effect(part: Part, study: Sweep, evidence: Evidence) -> tuple[Effect, Hypothesis]:
-    mine = _by_seed(part, part.quantity, part.of, study, evidence)
+def _effect(claim: Claim, part: Part, study: Sweep, evidence: Evidence) -> tuple[Effect, Hypothesis]:
+    known = [(point, row) for point in claim.judged(study) if (row := evidence.of(study, point))]
+    mine = _by_seed(part, part.quantity, part.of, known)
     other = part.against_quantity or part.quantity
-    theirs = _by_seed(part, other, part.against, study, evidence) if part.against is not None else {}
+    theirs = _by_seed(part, other, part.against, known) if part.against is not None else {}
     seeds = sorted(seed for seed in mine if part.against is None or seed in theirs)
     scale = math.log if part.compare == "ratio" else float
     values = tuple(scale(mine[s]) - (scale(theirs[s]) if part.against is not None else 0.0) for s in seeds)
@@ -156,12 +157,11 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _by_seed(part: Part, name: str, chosen: Values, study: Sweep, evidence: Evidence) -> dict[int, float]:
-    """A quantity of the chosen runs that are known, by seed."""
+def _by_seed(part: Part, name: str, chosen: Values, known: Sequence[tuple[Point, Row]]) -> dict[int, float]:
+    """A quantity of the chosen runs among those that are known, by seed."""
     found: dict[int, float] = {}
-    for point in study.points:
-        row = evidence.of(study, point) if matches(point, chosen) else None
-        value = quantity(row, name, part, point.recipe.server.rounds) if row else None
+    for point, row in known:
+        value = quantity(row, name, part, point.recipe.server.rounds) if matches(point, chosen) else None
         if value is not None:
             found[point.recipe.seed] = value
     return found
@@ -179,7 +179,7 @@ def _ranked(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> l
     clusters: list[list[Row]] = []
     for name in ranking.studies:
         seeds: dict[int, list[Row]] = {}
-        for point in studies[name].points:
+        for point in claim.judged(studies[name]):
             if row := evidence.of(studies[name], point):
                 seeds.setdefault(point.recipe.seed, []).append(row)
         clusters += seeds.values()

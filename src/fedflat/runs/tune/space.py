@@ -84,10 +84,15 @@ def _table(path: Path) -> Mapping[str, Any]:
 
 def _values(text: str) -> list[Any]:
     """The values between commas, as TOML reads them; words may stand without quotes."""
+    found = _toml(text)
+    return found if found is not None else [(_toml(word) or [word.strip()])[0] for word in text.split(",")]
+
+
+def _toml(text: str) -> list[Any] | None:
     try:
         return list(tomllib.loads(f"values = [{text}]")["values"])
     except (tomllib.TOMLDecodeError, RecursionError, ValueError):
-        return [word.strip() for word in text.split(",")]
+        return None
 
 
 def _refuse(space: Space) -> None:

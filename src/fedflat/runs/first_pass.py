@@ -1,0 +1,42 @@
+"""A pass of a few samples before the first round, which finds the head and tests that data, model and loss fit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedflat.errors import RecipeError
+from fedflat.federation import Federation
+from fedflat.models import Network, explained
+from fedflat.tasks import Task
+
+FEW = 4  # samples of the pass
+
+
+def first_pass(network: Network, task: Task, federation: Federation) -> None:
+    """Let the network find its head, and compute the loss once.
+
+    Args:
+        network: the network with its first weights.
+        task: what it is trained for.
+        federation: the samples.
+
+    Raises:
+        DataError: the model cannot process the samples, or the loss not the model's outputs.
+        RecipeError: the weights are not finite, or the model returns something else than a tensor.
+    """
+    if not bool(network.weights.isfinite().all()):
+        raise RecipeError("model: its weights are not finite before the first round")
+    inputs, labels = federation.held_out("train", 0, FEW)
+    with explained("model: it cannot process inputs of", inputs):
+        outputs = network.choose_head(inputs)
+    if not isinstance(outputs, Tensor):
+        raise RecipeError(
+            f"model: it returns a {type(outputs).__name__}; wrap it in a module that returns one tensor, or an object "
+            "with `logits`"
+        )
+    if not labels.is_floating_point() and len(labels):
+        labels = labels.clone()
+        labels.view(-1)[0] = federation.dataset.train.labels.max()  # the class that needs the most outputs
+    with torch.no_grad(), explained("loss: it cannot be computed from outputs and labels of", outputs, labels):
+        task.loss(outputs, labels)
