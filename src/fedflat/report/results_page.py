@@ -96,7 +96,9 @@ def _searches() -> list[str]:
     if not files:
         return []
     lines = ["## The searches", ""]
-    lines += ["The settings of the tuned claims, each found by `fedflat tune` with the same budget for every method, on"]
+    lines += [
+        "The settings of the tuned claims, each found by `fedflat tune` with the same budget for every method, on"
+    ]
     lines += ["samples held out from the clients' training data and on seeds from 10,000 on."]
     for path in files:
         rows = tuned_rows(read_tuned(path))
