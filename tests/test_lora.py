@@ -59,8 +59,9 @@ def test_bytes_memory_and_the_summary_are_those_of_the_adapters(digits, tmp_path
     assert {v.numel() for file in files for v in load_file(file).values()} <= {0, D, 5}
 
 
-def test_engines_and_groups_agree(digits):
-    settings = {**SETTINGS, "cohort": 8, "precision": "float64", "workers": 2, "method": "fedsam"}
+@pytest.mark.parametrize("method", ["fedsam", f"fedsam + {PRODUCT}"])
+def test_engines_and_groups_agree(digits, method):
+    settings = {**SETTINGS, "cohort": 8, "precision": "float64", "workers": 2, "method": method}
     inline, pool = (train(digits, base(), **settings | {"engine": name}) for name in ("inline", "pool"))
     together = train(digits, base(), group=4, **settings)
     for one, other, third in zip(*(run.model.parameters() for run in (inline, pool, together)), strict=True):

@@ -40,10 +40,10 @@ def recipe_of(job: Job, clients: int) -> Recipe:
 
 
 def timed(*arguments: object) -> Outcome:
-    """A client's local steps, with their time among the notes."""
+    """A client's local steps, and their time among the notes, divided by nᵢ m/N: the server weighs notes by samples."""
     begun = time.perf_counter()
     outcome = train(*arguments)  # type: ignore[arg-type]
-    return replace(outcome, notes={"local_seconds": time.perf_counter() - begun})
+    return replace(outcome, notes={"local_seconds": (time.perf_counter() - begun) / outcome.rule.share})
 
 
 def main() -> None:
@@ -61,12 +61,14 @@ def main() -> None:
     if job.model == "gpt":
         frozen = [parameter for parameter in problem.network.module.parameters() if not parameter.requires_grad]
         fill(frozen, job.base())
+    typical = sum(map(len, shards)) / len(shards)
     watch, state, local = Stopwatch(job), first_state(problem), list[float]()
     with closing(start_engine(problem, state)) as engine:
         for cohort in job.cohorts:
             state, report = conduct(problem, state, engine, cohort)
             watch.lap([state.weights])
-            local.append(report.notes.get("local_seconds", 0.0))
+            held = sum(len(shards[c]) for c in cohort) / len(cohort)
+            local.append(report.notes.get("local_seconds", 0.0) * held / typical)
     watch.report("ours", "fedflat", local_seconds=local, workers=job.workers)
 
 

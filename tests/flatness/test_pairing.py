@@ -73,3 +73,9 @@ def test_classes_may_be_small_integers_and_samples_more_than_those_can_count():
     inputs = torch.arange(300.0)[:, None]
     found = pairs((inputs, labels), (inputs.flip(0), labels))
     assert found.test.tolist() == list(range(299, -1, -1))
+
+
+def test_labels_of_every_token_are_refused_with_the_way_out():
+    text = torch.zeros(3, 4, dtype=torch.int64), torch.ones(3, 4, dtype=torch.int64)
+    with pytest.raises(DataError, match=r'^train labels: .*, not the shape \(3, 4\); .*: data\.predict = "next"$'):
+        pairs(text, text)

@@ -72,6 +72,19 @@ def test_a_recipe_trains_it_and_the_base_of_adapters_never_changes(config, per_t
     assert hasattr(result.model(torch.zeros(1, 3, dtype=torch.long)), "logits")  # the user's module is theirs again
 
 
+@pytest.mark.parametrize(
+    ("config", "names"), [(GPT2, ["act"]), (BERT, ["intermediate_act_fn", "activation"])], ids=["gpt2", "bert"]
+)
+def test_man_sees_what_the_gelu_of_a_block_hands_to_its_last_layer(config, names):
+    network, seen = Network(made(config)), []
+    (last,) = [m for n, m in network.module.named_modules() if n.endswith(("mlp.c_proj", ".0.output.dense"))]
+    last.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    with torch.no_grad(), network.listening(activations=True) as tap:
+        squares = tap(texts(3)[0]).squares
+    assert [name.rpartition(".")[2] for name in squares] == names
+    assert float(next(iter(squares.values()))) == pytest.approx(float(seen[0].square().mean()))
+
+
 def test_a_module_of_ones_own_and_one_wrapped_by_peft_are_trained():
     tokens = federation(per_token=True)
     module = made(GPT2, per_token=True)

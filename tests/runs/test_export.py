@@ -13,6 +13,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -167,23 +168,44 @@ def test_a_run_on_text_is_read_again_and_exported_with_its_card(network, tmp_pat
         torch.testing.assert_close(logits, again.network.module(given).detach(), rtol=0, atol=1e-5)
 
 
-LABELLED = ["data.window=8", "data.words=20", *SMALL["gpt"][:-1]]
+LABELLED = ["data.window=8", "data.words=20"]
+BERT = "{model_type = 'bert', hidden_size = 8, num_hidden_layers = 1, num_attention_heads = 2, intermediate_size = 9}"
+READERS = {
+    "char-lstm": ["data.window=12", "data.stride=12", *SMALL["char-lstm"]],
+    "lora": ["data.window=12", "data.stride=12", *SMALL["lora"]],
+    "labelled": [*LABELLED, *SMALL["gpt"][:-1]],
+    "gpt2": ["data.window=12", "data.stride=12", "data.predict=all", "model.name=transformers"],
+    "bert": [*LABELLED, "model.name=transformers", f"model.config={BERT}"],
+}
 
 
 @pytest.mark.parametrize(
-    ("network", "kind"), [("char-lstm", "next"), ("lora", "every"), ("labelled", "label"), ("in memory", "label")]
+    ("network", "kind"),
+    [
+        ("char-lstm", "next"),
+        ("lora", "every"),
+        ("labelled", "label"),
+        ("in memory", "label"),
+        ("gpt2", "every"),
+        ("bert", "label"),
+    ],
 )
 def test_an_export_reads_text_and_names_what_it_predicts(network, kind, tmp_path):
     """The texts of the test samples, through the card's code alone, give their token ids and the model's answers."""
     rows = [{"text": f"{'Good' if n % 3 else 'A bad'} day, {n % 7} times; no more than that?"} for n in range(30)]
-    rows = [{**row, **({"label": "fine" if n % 3 else "poor"} if kind == "label" else {})} for n, row in enumerate(rows)]
+    if kind == "label":
+        rows = [{**row, "label": "fine" if n % 3 else "poor"} for n, row in enumerate(rows)]
     if network == "in memory":  # kept beside the run, with its tokenizer
         clients = fedflat.federate(hub.Dataset.from_list(rows), "iid", 3, words=20, window=8)
         small = dict(model_width=8, model_heads=2, model_layers=1, rounds=1, steps=2, engine="inline")
         fedflat.train(clients, "gpt", out=tmp_path / "run", **small)
     else:
         (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        options = LABELLED if kind == "label" else ["data.window=12", "data.stride=12", *SMALL[network]]
+        options = READERS[network]
+        if network == "gpt2":
+            settings = transformers.GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=2, n_positions=12)
+            transformers.GPT2LMHeadModel(settings).save_pretrained(tmp_path / "base")
+            options = [*options, f"model.folder={tmp_path / 'base'}"]
         data = ["data.name=jsonl", f"data.dir={tmp_path / 'texts.jsonl'}", "split.name=iid", "split.clients=3"]
         execute(prepare(load(None, [*QUICK, *data, *options])), tmp_path / "run")
     problem = load_run(tmp_path / "run")
@@ -195,10 +217,13 @@ def test_an_export_reads_text_and_names_what_it_predicts(network, kind, tmp_path
     texts = [glue.join([*more[0], *row, *more[1]] if len(row) == samples.inputs.shape[1] else row) for row in rows]
     assert sum("more" in text for text in texts) > 2
     files = {path.name: path for path in export(tmp_path / "run", onnx=False, out=tmp_path / "shared")}
+    assert not any(str(tmp_path).encode() in path.read_bytes() for path in files.values())
     card = files["README.md"].read_text("utf-8")
     (piece,) = re.findall(r"```python\n(.*?)```", card, re.S)
     piece, changed = re.subn(r"^texts = .*$", "texts = json.load(open('texts.json'))", piece, flags=re.M)
     assert changed == 1 and "which no privacy mechanism protects" in card
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["pipeline_tag"] == ("text-classification" if kind == "label" else "text-generation")
     (tmp_path / "shared" / "texts.json").write_text(json.dumps(texts))
     out = "json.dump([tokens.tolist(), predicted], open('told.json', 'w'))"
     whole = f"import sys\nsys.modules['fedflat'] = None\n{piece}\n{out}"
@@ -206,7 +231,7 @@ def test_an_export_reads_text_and_names_what_it_predicts(network, kind, tmp_path
     tokens, predicted = json.loads((tmp_path / "shared" / "told.json").read_text())
     assert tokens == samples.inputs.tolist()
     with torch.no_grad():
-        logits = problem.network.module.eval()(samples.inputs.long())
+        logits = problem.network.module.eval()(samples.inputs.long())[..., : problem.federation.dataset.classes]
     ends = (samples.inputs >= 0).sum(dim=1) - 1
     best = (logits[torch.arange(len(ends)), ends] if kind == "every" else logits).argmax(dim=1).tolist()
     assert predicted == [("fine", "poor")[k] if kind == "label" else tokenizer.tokens[k] for k in best]

@@ -1,6 +1,7 @@
 """Metrics over chunks equal the metric over all samples, by scikit-learn and by the definition."""
 
 import math
+import re
 from functools import reduce
 from operator import add
 
@@ -53,6 +54,24 @@ def test_token_metrics_count_the_labels_that_are_not_ignored(chance):
     loss = TASKS["next-token"].loss
     assert float(loss(z, y)) == pytest.approx(float(F.cross_entropy(z[here], y[here])), rel=1e-12)
     assert loss.counted(y) == int(here.sum())
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    ((F.l1_loss, RSquared, "values"), "metrics must be a tuple of classes that inherit from fedflat.Metric"),
+    ((F.l1_loss, (F.l1_loss,), "values"), "metrics must be a tuple of classes that inherit from fedflat.Metric"),
+    ((F.l1_loss, (RSquared,), "value"), "output = 'value' is unknown; did you mean values?"),
+    (("l1", (RSquared,), "values"), "the loss is 'l1', not a function of outputs and labels"),
+])  # fmt: skip
+def test_a_task_made_of_the_wrong_things_is_refused(arguments, sentence):
+    with pytest.raises(RecipeError, match=f"^task: {re.escape(sentence)}$"):
+        Task(*arguments)
+
+
+def test_a_task_of_ones_own_on_other_labels_says_what_its_output_may_be():
+    with pytest.raises(RecipeError, match="floating targets, which digits does not have; its output is 'values', and "):
+        Task(F.l1_loss, (RSquared,), "values").check("digits", torch.arange(3))
+    with pytest.raises(RecipeError, match=r"^task = 'regression': needs floating targets, which digits does not have$"):
+        TASKS["regression"].check("digits", torch.arange(3))
 
 
 def test_a_task_without_metrics_or_of_an_unknown_name_is_refused():

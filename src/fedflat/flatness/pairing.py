@@ -58,7 +58,10 @@ def pairs(train: Batch, test: Batch, direction: Direction = "train_to_test", lim
         raise RecipeError(f"limit = {limit}: it must be at least 1, or 0 for all")
     for side, (_, labels) in {"train": train, "test": test}.items():
         if labels.ndim != 1:
-            raise DataError(f"{side} labels: pairs need one class for each sample, not the shape {tuple(labels.shape)}")
+            text = not labels.is_floating_point()
+            hint = '; of a text, predict one token per window: data.predict = "next"' if text else ""
+            shape = tuple(labels.shape)
+            raise DataError(f"{side} labels: pairs need one class for each sample, not the shape {shape}{hint}")
     (inputs, labels), others = (train, test) if direction == "train_to_test" else (test, train)
     common = torch.isin(labels, others[1])
     if not common.any():

@@ -103,8 +103,10 @@ def _prepared(settings: Any) -> Any:
     # Only the plain attention has second derivatives, and a training step does not need a cache.
     settings._attn_implementation = "eager"
     settings.use_cache = False
-    if getattr(settings, "pad_token_id", None) is None:
-        settings.pad_token_id = getattr(settings, "eos_token_id", None) or 0
+    ends = [getattr(settings, name, None) for name in ("pad_token_id", "eos_token_id")]
+    # Configurations with a small vocabulary may keep the ids of a large one.
+    known = (token for token in ends if isinstance(token, int) and 0 <= token < settings.vocab_size)
+    settings.pad_token_id = next(known, 0)
     return settings
 
 

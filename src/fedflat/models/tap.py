@@ -84,6 +84,13 @@ class Tap:
         return keep
 
 
+def _is_activation(module: nn.Module) -> bool:
+    """Whether this is an activation of PyTorch, of ours, or of `transformers`, which has its own classes for GELU."""
+    kind = type(module)
+    theirs = kind.__module__ == "transformers.activations" and kind.__name__ != "LinearActivation"
+    return theirs or isinstance(module, ACTIVATIONS)
+
+
 def activation_modules(module: nn.Module, attention: bool) -> list[tuple[str, nn.Module]]:
     """Return the modules whose outputs count as activations, with their names.
 
@@ -94,8 +101,11 @@ def activation_modules(module: nn.Module, attention: bool) -> list[tuple[str, nn
     Raises:
         RecipeError: there are none, or `attention` is true and there is no attention.
     """
-    kinds = (*ACTIVATIONS, AttentionOutput) if attention else ACTIVATIONS
-    found: list[tuple[str, nn.Module]] = [(n, m) for n, m in module.named_modules() if isinstance(m, kinds)]
+    found: list[tuple[str, nn.Module]] = [
+        (name, each)
+        for name, each in module.named_modules()
+        if _is_activation(each) or (attention and isinstance(each, AttentionOutput))
+    ]
     if attention and not any(isinstance(m, AttentionOutput) for _, m in found):
         raise RecipeError(
             "model: no attention to look at; a network of your own marks it by fedflat.models.AttentionOutput"

@@ -15,7 +15,7 @@ from fedflat.methods import CATALOGUE
 from fedflat.models import MODELS, construction
 from fedflat.recipe import Recipe
 from fedflat.runs.own_classes import OWN
-from fedflat.runs.text_card import VOCABULARY, answer_code, imports_code, tokens_code
+from fedflat.runs.text_card import HUB, VOCABULARY, answer_code, hub_code, imports_code, tokens_code
 
 if TYPE_CHECKING:
     from fedflat.runs.export import Signature
@@ -45,7 +45,8 @@ def card(
         "Recipe": f"```toml\n{recipe.to_toml()}```",
         "Files": _files(standing, digests),
     }
-    kind = "classifier" if _classifies(federation) else "regressor"
+    language = "language model (it predicts the next token)"
+    kind = language if signature.language else "classifier" if _classifies(federation) else "regressor"
     intro = f"A {kind}, trained by federated learning: {standing['rounds']} rounds with {federation.clients} clients."
     body = "".join(f"\n## {name}\n\n{text}\n" for name, text in sections.items())
     return f"---\n{_front_matter(federation, recipe, signature, standing)}---\n\n# {title}\n\n{intro}\n{body}"
@@ -64,10 +65,18 @@ def _terms(recipe: Recipe) -> list[str]:
     return [term.partition("(")[0] for term in str(recipe.method).split(" + ")]
 
 
+def _hub_task(federation: Federation, signature: Signature) -> str:
+    """The task by its name on model hubs."""
+    if signature.language:
+        return "text-generation"
+    text = "token" if signature.per_token else "text"
+    kind = text if signature.vocabulary else "image" if signature.images else "tabular"
+    return f"{kind}-classification" if _classifies(federation) else f"{kind}-regression"
+
+
 def _front_matter(federation: Federation, recipe: Recipe, signature: Signature, standing: Facts) -> str:
     """YAML front matter. The values are JSON, which is valid YAML with safe quoting."""
-    kind = "image" if len(signature.shape) == 3 else "tabular"
-    task = f"{kind}-classification" if _classifies(federation) else f"{kind}-regression"
+    task = _hub_task(federation, signature)
     data = {"name": recipe.data.name, "type": recipe.data.name, "split": recipe.evaluation.on}
     score = standing.get(f"{recipe.metric}_last")
     fields: dict[str, Any] = {
@@ -142,6 +151,27 @@ def _use(signature: Signature, onnx: bool) -> str:
 
 
 def _torch_code(signature: Signature) -> str:
+    imports, built = hub_code(signature) if signature.model == HUB else _built_code(signature)
+    shape = ", ".join(map(str, signature.shape))
+    drawn = f"torch.rand(4, {shape}, dtype={signature.dtype})"
+    if signature.vocabulary:
+        drawn = f"torch.randint({signature.vocabulary}, (4, {shape}))"
+    given = f"{signature.name} = {drawn}  # yours: {signature.meaning}"
+    return f"""\
+{imports_code(signature)}import torch
+from safetensors.torch import load_file
+{imports}
+
+{built}
+
+{tokens_code(signature) or given}
+with torch.no_grad():
+    logits = model({signature.name})
+{answer_code(signature)}"""
+
+
+def _built_code(signature: Signature) -> tuple[str, str]:
+    """The imports of the network, and the code that builds it with its weights as `model`."""
     kind = signature.shape, signature.classes, signature.options, signature.vocabulary, signature.per_token
     builder, arguments = construction(signature.model, *kind)
     ours = signature.model in MODELS or OWN.match(signature.model)
@@ -155,25 +185,13 @@ def _torch_code(signature: Signature) -> str:
     double = ".double()" if signature.dtype == torch.float64 else ""
     images = "" if signature.images else ", images=False"
     model = f"Normalised(network, mean={[*signature.mean]}, std={[*signature.std]}{images})" if wrapper else "network"
-    shape = ", ".join(map(str, signature.shape))
-    drawn = f"torch.rand(4, {shape}, dtype={signature.dtype})"
-    if signature.vocabulary:
-        drawn = f"torch.randint({signature.vocabulary}, (4, {shape}))"
-    given = f"{signature.name} = {drawn}  # yours: {signature.meaning}"
-    return f"""\
-{imports_code(signature)}import torch
-from safetensors.torch import load_file
-
-{chr(10).join([*imports, *([theirs] if theirs else [])])}
-
+    return (
+        "\n" + "\n".join([*imports, *([theirs] if theirs else [])]),
+        f"""\
 network = {call}{double}
 network.load_state_dict(load_file("model.safetensors"))
-model = {model}.eval()
-
-{tokens_code(signature) or given}
-with torch.no_grad():
-    logits = model({signature.name})
-{answer_code(signature)}"""
+model = {model}.eval()""",
+    )
 
 
 def _onnx_code(signature: Signature) -> str:

@@ -27,7 +27,7 @@ from fedflat.runs.build import load_run
 from fedflat.runs.card import card
 from fedflat.runs.folder import Record, beside, read_recipe, whole_model
 from fedflat.runs.own_classes import kept_code
-from fedflat.runs.text_card import VOCABULARY, vocabulary_bytes
+from fedflat.runs.text_card import CONFIG, HUB, VOCABULARY, config_bytes, vocabulary_bytes
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Signature:
 
     @classmethod
     def of(cls, problem: Problem) -> Signature:
-        model, data = problem.recipe.model, problem.federation.dataset
+        model, data = _public(problem.recipe).model, problem.federation.dataset
         pixels = data.train.inputs.dtype == torch.uint8 and not data.vocabulary
         mean, std = data.mean or (0.0,), data.std or (1.0,)
         dtype = problem.network.weights.dtype
@@ -77,6 +77,11 @@ class Signature:
     @property
     def images(self) -> bool:
         return len(self.shape) == 3
+
+    @property
+    def language(self) -> bool:
+        """Whether the network predicts the next token of a text."""
+        return bool(self.vocabulary) and self.classes == self.vocabulary and not self.labels
 
     def normalised(self, network: nn.Module) -> nn.Module:
         """The network as a module that normalises its inputs itself."""
@@ -123,6 +128,8 @@ def export(
         files["adapters.safetensors"] = _adapters(problem)
         module = merged(module)
     files["model.safetensors"] = _safetensors(module, signature)
+    if recipe.model.name == HUB:
+        files[CONFIG] = config_bytes(module)
     if signature.tokenizer:
         files[VOCABULARY] = vocabulary_bytes(signature.tokenizer, signature.labels)
     if code := _code(run, recipe, signature):
@@ -160,7 +167,8 @@ def _public(recipe: Recipe) -> Recipe:
     data = recipe.data.model_copy(update={"dir": None})
     split = recipe.split.model_copy(update={"name": Path(recipe.split.name).name})  # the name may be a file's path
     engine = recipe.engine.model_copy(update={"address": None})
-    model = recipe.model.model_copy(update={"base": recipe.model.base and Path(recipe.model.base).name})
+    places = {"base": recipe.model.base, "folder": recipe.model.options().get("folder")}  # of a model of transformers
+    model = recipe.model.model_copy(update={n: Path(place).name for n, place in places.items() if place})
     return recipe.model_copy(update={"data": data, "split": split, "engine": engine, "model": model})
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fedflat.federation import WORD, Tokenizer, tokenizer_table
 
 if TYPE_CHECKING:
     from fedflat.runs.export import Signature
 
-VOCABULARY = "vocabulary.json"
+VOCABULARY, CONFIG = "vocabulary.json", "config.json"
+HUB = "transformers"  # the name of their models in a recipe
 PIECES = {"character": "list(text)", "word": f're.findall(r"{WORD}", text.lower())'}
 
 
@@ -33,7 +36,7 @@ def tokens_code(signature: Signature) -> str:
         return ""
     (length,) = signature.shape
     # Labelled texts were cut at their end. A text that goes on is predicted from its last tokens.
-    kept = f"[:{length}]" if signature.labels else f"[-{length}:]"
+    kept = f"[-{length}:]" if signature.language else f"[:{length}]"
     return f"""\
 with open("{VOCABULARY}", encoding="utf-8") as file:
     vocabulary = json.load(file)
@@ -55,5 +58,31 @@ def answer_code(signature: Signature) -> str:
     if not signature.tokenizer:
         return ""
     last = "logits[torch.arange(len(tokens)), (tokens >= 0).sum(dim=1) - 1]" if signature.per_token else "logits"
-    names = "labels" if signature.labels else "tokens"
+    names = "tokens" if signature.language else "labels"
     return f'predicted = [vocabulary["{names}"][k] for k in {last}.argmax(dim=1)]\n'
+
+
+def config_bytes(module: Any) -> bytes:
+    """The configuration of a model of `transformers`, without the path that it came from."""
+    fields = {name: value for name, value in module.config.to_dict().items() if name != "_name_or_path"}
+    return f"{json.dumps(fields, indent=1, sort_keys=True, default=str)}\n".encode()
+
+
+def hub_code(signature: Signature) -> tuple[str, str]:
+    """The imports for a model of `transformers`, and the code that builds it from its files as a function of tokens."""
+    kind = "AutoModelForCausalLM" if signature.per_token else "AutoModelForSequenceClassification"
+    double = ".double()" if signature.dtype == torch.float64 else ""
+    return (
+        f"from transformers import AutoConfig, {kind}",
+        f"""\
+network = {kind}.from_config(AutoConfig.from_pretrained(".")){double}  # {CONFIG} is next to this card
+network.load_state_dict(load_file("model.safetensors"))
+network.eval()
+
+
+def model(tokens):
+    there = tokens >= 0
+    ids = torch.where(there, tokens, network.config.pad_token_id or 0)
+    return network(input_ids=ids, attention_mask=there.long()).logits[..., :{signature.classes}]
+""",
+    )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedflat.errors import RecipeError, nearest
+from fedflat.errors import RecipeError, nearest, shown
 from fedflat.tasks.scoring import (
     Accuracy,
     MeanAveragePrecision,
@@ -55,6 +55,14 @@ class Task:
     written: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
+        if not callable(self.loss):
+            raise RecipeError(f"task: the loss is {shown(self.loss)}, not a function of outputs and labels")
+        if self.output not in get_args(Output):
+            hint = nearest(str(self.output), get_args(Output))
+            raise RecipeError(f"task: output = {self.output!r} is unknown; {hint}")
+        kinds = self.metrics if isinstance(self.metrics, tuple | list) else [None]
+        if not all(isinstance(kind, type) and issubclass(kind, Metric) for kind in kinds):
+            raise RecipeError("task: metrics must be a tuple of classes that inherit from fedflat.Metric")
         names = [metric.name for metric in self.metrics]
         if not names:
             raise RecipeError("task: it needs at least one metric")
@@ -108,7 +116,9 @@ class Task:
             "labels": not floating or each != 2 or bool((labels.min() < 0) | (labels.max() > 1)),
         }[self.output]
         if wrong:
-            raise RecipeError(f"task = {self.name!r}: needs {NEEDED[self.output]}, which {dataset} does not have")
+            others = ", ".join(repr(kind) for kind in get_args(Output) if kind != self.output)
+            own = "" if self.name in TASKS else f"; its output is {self.output!r}, and others are {others}"
+            raise RecipeError(f"task = {self.name!r}: needs {NEEDED[self.output]}, which {dataset} does not have{own}")
 
 
 NEEDED = {
