@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -106,6 +106,10 @@ class Dataset:
             f"<Dataset {self.name}: {len(self.train):,} training and {len(self.test):,} test samples of shape "
             f"{self.shape}, {self.classes} {kind}>"
         )
+
+    def plain(self) -> Dataset:
+        """The same data without the class of a user, whose constructor may take other arguments."""
+        return self if type(self) is Dataset else Dataset(*(getattr(self, each.name) for each in fields(Dataset)))
 
     @property
     def shape(self) -> tuple[int, ...]:
