@@ -201,10 +201,7 @@ def _names(groups: Sequence[tuple[Run, ...]]) -> list[str]:
     settings = [runs[0].settings for runs in groups]
     short = short_methods({each["method"] for each in settings})
     others = [name for name in differing(settings) if name != "method" and name not in IMPLIED][:MOST_NAMED]
-    ends = [name.rpartition(".")[2] for name in others]
-    called = [end if ends.count(end) == 1 else name for name, end in zip(others, ends, strict=True)]
-    told = [[f"{word}={each.get(o)}" for word, o in zip(called, others, strict=True)] for each in settings]
-    names = [", ".join([short[each["method"]], *rest]) for each, rest in zip(settings, told, strict=True)]
+    names = [", ".join([short[each["method"]], *(f"{o}={each.get(o)}" for o in others)]) for each in settings]
     return [
         name if names.count(name) == 1 else f"{name} ({runs[0].path})" for name, runs in zip(names, groups, strict=True)
     ]
