@@ -181,7 +181,11 @@ class Federation:
         return axes
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the indices of each client's samples as an .npz file; `federate(data, "file.npz")` reads it."""
+        """Write the indices of each client's samples as an .npz file; `federate(data, "file.npz")` reads it.
+
+        Raises:
+            DataError: the file has another ending or cannot be written.
+        """
         if Path(path).suffix != ".npz":
             raise DataError(f"{path}: a split is saved as .npz; choose this ending, by which recipes know it")
         partition.save(path, [shard.numpy() for shard in self.shards])
