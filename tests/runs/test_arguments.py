@@ -104,7 +104,7 @@ def test_a_split_is_saved_under_a_name_by_which_a_recipe_knows_it(federation, tm
 
 def test_the_cell_that_is_not_a_number_is_named(tmp_path):
     (tmp_path / "wards.csv").write_text("age,ill\n31,yes\n40,no\nold,no\n")
-    with pytest.raises(DataError, match="column 'age' has 'old' in row 3, which is not a number"):
+    with pytest.raises(DataError, match="row 3 of column 'age' holds 'old', which is not a number"):
         fedflat.federate(str(tmp_path / "wards.csv"), label="ill", split="iid", clients=2)
 
 
