@@ -8,7 +8,9 @@ and then changes what it sends up, Δ and all vectors beside it:
 
     sign      −x                                     ×10, ×100   −10 x, −100 x
     alie      mean − z · deviation of the honest     ipm         −2 · mean of the honest (inner product manipulation)
-    label     trained on labels 9 − y                samples     −x, with a claim of 10⁹ samples
+    label     trained on labels 9 − y                samples     −x, with a claim of 10⁹ samples in the upload
+    hello     −x, with that claim in the hello too, so that the liar counts for `admission.max_share` median clients
+    beside    an honest Δ, and −1000 x for every vector beside it (none with FedAvg)
 
 The liars know what the honest clients of the round send. `nothing` is the plain average with all limits of admission
 off, `default` the plain average with the recipe's limits, and the others have those limits too.
@@ -20,7 +22,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -41,7 +43,15 @@ DEFENCES = {
     "krum": "krum", "multi_krum": "multi_krum", "bucketing(geometric)": "bucketing('geometric_median')",
     "bucketing(median)": "bucketing('median')",
 }  # fmt: skip
-ATTACKS = ("none", "sign", "×10", "×100", "alie", "ipm", "label", "samples")
+ATTACKS = ("none", "sign", "×10", "×100", "alie", "ipm", "label", "samples", "hello", "beside")
+CLAIM = 10**9  # samples
+
+
+class Boasting(Federation):
+    """A federation whose liars said in their hello that they have very many samples."""
+
+    def samples(self, client: int) -> int:
+        return CLAIM if client in LIARS else super().samples(client)
 
 
 class Attacked(Inline):
@@ -69,7 +79,9 @@ def lied(upload: Upload, attack: str, honest: Sequence[Upload]) -> Upload:
 
     def instead(name: str) -> Tensor:
         own = upload[name]
-        if attack in ("sign", "samples"):
+        if attack == "beside":
+            return own if name == "delta" else -1000 * own
+        if attack in ("sign", "samples", "hello"):
             return -own
         if attack.startswith("×"):
             return -int(attack[1:]) * own
@@ -77,7 +89,7 @@ def lied(upload: Upload, attack: str, honest: Sequence[Upload]) -> Upload:
         return crowd.mean(dim=0) - Z * crowd.std(dim=0) if attack == "alie" else -2 * crowd.mean(dim=0)
 
     vectors = {name: instead(name) for name in upload.vectors}
-    samples = 10**9 if attack == "samples" else upload.samples
+    samples = CLAIM if attack in ("samples", "hello") else upload.samples
     return replace(upload, delta=instead("delta"), vectors=vectors, samples=samples)
 
 
@@ -96,6 +108,8 @@ def accuracy(federation: Federation, method: str, defence: str, attack: str, abs
     """The accuracy after the rounds."""
     written = f"{method} + {DEFENCES[defence]}".removesuffix(" + ")
     data = poisoned(federation) if attack == "label" else federation
+    if attack == "hello":
+        data = Boasting(**{field.name: getattr(federation, field.name) for field in fields(federation)})
     module = build("mlp", federation.dataset.shape, LABELS, torch.Generator().manual_seed(0), hidden=[32])
     local = Local(steps=5, batch=0, lr=0.3)
     problem = Problem.of(data, Network(module), parse(written), local, group=COHORT, deployed=defence != "nothing")

@@ -20,6 +20,7 @@ from pathlib import Path
 from fuzzing import TARGETS, judged
 
 BROKEN = ("crash", "too slow", "no sentence")
+MANY = 500  # cases of which at least one must be a correct result
 
 
 def main() -> int:
@@ -60,6 +61,9 @@ def _run(name: str, folder: Path, seed: int, cases: range | list[int], end: floa
                 seen.add(place)
                 again = f"python benchmarks/fuzz.py --target {name} --seed {seed} --case {case}"
                 print(f"{again}\n{verdict.outcome}\n{verdict.fault}", file=sys.stderr, flush=True)
+    if outcomes.total() >= MANY and not outcomes["result"]:  # something refuses all of them before they are read
+        print(f"{name}: none of {outcomes.total()} cases was accepted, so they test nothing", file=sys.stderr)
+        broken += 1
     return outcomes, broken
 
 

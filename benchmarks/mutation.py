@@ -4,10 +4,11 @@
                                   [--results mutants.jsonl]
 
 A mutant is the package with one expression changed in the body of one function: a sign flipped, a term or an argument
-dropped, two operands swapped, a number or a condition changed, a statement left out. The tests run once, and it is
-noted which functions each of them calls. Then the process forks for every mutant. The child puts the changed code in
-place of the function's own and runs the tests that call it, the fast ones first, until one fails. A test that takes far
-longer than it did also kills the mutant.
+dropped, two operands swapped, a number or a condition changed, a statement left out. Functions that draw a picture stay
+as they are, because most changes of them are a matter of taste. The tests run once, and it is noted which functions
+each of them calls. Then the process forks for every mutant. The child puts the changed code in place of the function's
+own and runs the tests that call it, the fast ones first, until one fails. A test that takes far longer than it did also
+kills the mutant.
 
 The results are JSON lines. A second call with the same file goes on where the first one ended, and tries the survivors
 again; so a first call may use few fast tests (`--tests`, `--slow`) and a second one all. What the tests call is kept
@@ -45,29 +46,33 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "fedflat"
 STEPS = [
     "tests/methods/test_parts.py",
-    "tests/local/test_step.py",
-    "tests/local/test_linear.py",
+    "tests/local",
     "tests/methods/test_oracles.py",
     "tests/rounds/test_measures.py",
     "tests/methods/test_descent.py",
     "tests/methods/test_walks.py",
+    "tests/methods/test_walks_flat.py",
     "tests/runs/test_verify.py",
+    "tests/runs/test_verify_other.py",
 ]
 TESTS = {  # which tests belong to a module: those of every beginning of its path that is here
     "methods/": STEPS,
+    "methods/parts/": ["tests/methods/test_laws.py"],
+    "methods/parts/ascent.py": ["tests/methods/test_sparing.py"],
+    "methods/parts/local_work.py": ["tests/runs/test_personal.py", "tests/test_frozen.py"],
+    "methods/parts/low_rank.py": ["tests/methods/test_low_rank.py"],
     "methods/parts/protection.py": ["tests/methods/test_privacy.py"],
     "methods/parts/robust.py": ["tests/methods/test_robust.py"],
-    "methods/parts/low_rank.py": ["tests/methods/test_low_rank.py"],
+    "methods/parts/server_step.py": ["tests/methods/test_robust.py", "tests/rounds/test_attacks.py"],
+    "methods/parts/terms.py": ["tests/methods/test_top_eigenvalue.py"],
     "methods/uploads.py": [
         "tests/engine/test_engine.py",
         "tests/methods/test_contract.py",
         "tests/methods/test_privacy.py",
     ],
     "methods/part.py": ["tests/methods/test_contract.py", "tests/test_recipe.py", "tests/methods/test_laws.py"],
-    "local/rule.py": STEPS,
-    "local/slope.py": STEPS,
-    "local/step.py": STEPS,
-    "local/kernels/": [*STEPS, "tests/local/test_rows.py"],
+    "local/": [*STEPS, "tests/test_frozen.py"],
+    "local/kernels/": [],
     "flatness/": ["tests/flatness", "tests/rounds/test_measures.py"],
 }
 OPPOSITE = {
@@ -87,6 +92,7 @@ COMMUTATIVE = (
     "slope",
 )  # slope(q, c) moves by c q
 GUARD = 1e-5  # numbers below it only keep a division finite
+HANG = 3600  # seconds after which a test that waits for something has failed
 SKIPPED = ast.Raise | ast.Assert | ast.JoinedStr  # and annotations, decorators, defaults, docstrings and option()
 
 
@@ -155,6 +161,12 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Pass()
 
 
+def draws(function: ast.FunctionDef) -> bool:
+    """Whether a function draws a picture: its name says so, or it gets the axes of one."""
+    given = {ast.unparse(argument) for argument in function.args.args}
+    return f"{function.name.lstrip('_')}_".startswith("draw_") or "axes: Any" in given
+
+
 def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
     """The nodes that may be changed, each with the qualified name of the outermost function it stands in."""
 
@@ -176,7 +188,7 @@ def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
         for node in body:
             if isinstance(node, ast.ClassDef):
                 yield from outside(node.body, f"{path}{node.name}.")
-            elif isinstance(node, ast.FunctionDef):
+            elif isinstance(node, ast.FunctionDef) and not draws(node):
                 yield from inside(node, path + node.name)
 
     return outside(tree.body, "")
@@ -305,11 +317,13 @@ class Laboratory:
                 self.callers[path, name].append(item)
 
     def experiment(self, mutant: Mutant, items: list[pytest.Item]) -> None:
-        """In a child: end with 1 if a test fails, with 0 if none does; by the alarm if one never ends."""
+        """In a child: end with 1 if a test fails, with 0 if none does; by a signal if one never ends."""
         try:
             mutant.install(self.functions)
             for item in items:
-                signal.alarm(60 + int(20 * self.seconds[item]))
+                # Processor time, so that a busy machine or a frozen process kills no mutant.
+                signal.setitimer(signal.ITIMER_PROF, 60 + 20 * self.seconds[item])
+                signal.alarm(HANG)
                 if any(report.failed for report in runtestprotocol(item, log=False, nextitem=item.session)):
                     self.kills[self.order[item]] += 1
                     os._exit(1)
@@ -323,11 +337,12 @@ class Laboratory:
         """Wait for one child and write down how it ended."""
         child, status = os.wait()
         mutant, tests = running.pop(child)
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) > 1:
+        ended = os.waitstatus_to_exitcode(status)  # below 0 by a signal
+        if ended > 1 or ended == -signal.SIGKILL:
             raise RuntimeError(f"{mutant.key} could not be tried")
-        record = {"key": mutant.key, **vars(mutant), "killed": status != 0, "tests": tests}
+        record = {"key": mutant.key, **vars(mutant), "killed": ended != 0, "tests": tests}
         write(self.results, record)
-        if not status:
+        if not ended:
             self.screen.write(f"survives: {mutant.key} ({tests} tests)\n")
             self.screen.flush()
 

@@ -5,9 +5,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from fedflat import progress as bars
+from fedflat.flatness import Objective
 
 
 @pytest.fixture
@@ -59,3 +61,19 @@ def test_a_notebook_shows_html_that_disappears(monkeypatch):
         monkeypatch.setattr(f"IPython.display.DisplayHandle.{name}", lambda _, what: sent.append(what.data))
     list(bars.track(range(2), "<b>"))
     assert 'max="2" value="1"' in sent[0] and "&lt;b&gt;" in sent[0] and sent[-1] == ""
+
+
+def test_a_product_over_many_batches_is_a_sign_of_life_within_its_bar(terminal):
+    x = torch.ones(6, 2)
+    objective = Objective(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, [(x, x[:, :1])] * 3)
+    with bars.progress("Lanczos"):
+        objective.product(torch.ones(3))
+    assert "Lanczos" in terminal.getvalue() and "batch 2 of 3" in terminal.getvalue()
+
+
+def test_outside_of_a_bar_and_in_a_forked_process_a_beat_is_silent(terminal):
+    bars.beat("alone")
+    with bars.progress("of the parent") as bar:
+        bar.process += 1
+        bars.beat("of the child")
+    assert not terminal.getvalue()

@@ -8,7 +8,7 @@ Without the data set on disk its images are random; the job then says so. Prints
 import argparse
 import json
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,9 @@ def write(folder: Path, name: str, rounds: int, seed: int = 0, workers: int = 2)
     base = {"base": torch.cat(frozen).numpy()} if frozen else {}
     np.savez(job.initial, weights=Network(module).weights.numpy(), **base)
     spec = folder / f"{name}.json"
-    spec.write_text(json.dumps(vars(job)), "utf-8")
+    # Defaults are left out, so that an older checkout can read the job.
+    told = {each.name: vars(job)[each.name] for each in fields(job) if vars(job)[each.name] != each.default}
+    spec.write_text(json.dumps(told), "utf-8")
     return spec
 
 

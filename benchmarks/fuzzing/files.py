@@ -113,6 +113,7 @@ ledger = "x"
 [answers]
 train = 5
 hessian = 0
+curvature = 2
 min_samples = 3
 [privacy]
 part = "local_dp"
@@ -140,6 +141,7 @@ class LedgerFile(File):
         return spoilt_json(chance, self.tree)
 
     def read(self, path: Path) -> None:
+        path.chmod(0o600)  # a ledger that others can open is refused before it is read
         with DiskBook(path.parent, 0).opened() as tally:
             tally.agree("e" * 16, "1" * 64)
             tally.spend(read_policy(None), "train", METHOD)

@@ -23,8 +23,8 @@ from fedflat.flower.nodes import Nodes
 from fedflat.flower.own import NOBODY, own_problem, with_sizes
 from fedflat.flower.service import Deployment
 from fedflat.recipe import Recipe, load
-from fedflat.rounds import ServerState, conduct, first_state
-from fedflat.rounds.admission import misfit, misnoted
+from fedflat.rounds import About, ServerState, conduct, first_state
+from fedflat.rounds.faults import misfit, misnoted
 from fedflat.runs.experiment import _record
 from fuzzing.mutators import TEXTS, odd_array, odd_field, spoilt_bytes
 from fuzzing.targets import Target
@@ -32,9 +32,11 @@ from fuzzing.targets import Target
 CLIENTS = 3
 SMALL = ["model.hidden=[4]", f"split.clients={CLIENTS}", f"server.cohort={CLIENTS}", "local.steps=1",
          "engine.name=inline", "deployment.draws=recipe", "admission.deadline=0.01", "deployment.wait=0.01",
-         "deployment.timeout=0.01", "evaluation.sharpness=1", "evaluation.sharpness_samples=60"]  # fmt: skip
+         "deployment.timeout=0.01", "evaluation.sharpness=1", "evaluation.sharpness_samples=60",
+         'evaluation.measures=["consistency", "local_curvature"]']  # fmt: skip
 METHODS = ("scaffold + fednova", "feddyn + man(0.1)")
-POLICY = "[answers]\ntrain = 1000000\nhessian = 1000000\nmin_samples = 1\n"
+POLICY = "[answers]\ntrain = 1000000\nhessian = 1000000\ncurvature = 1000000\nmin_samples = 1\n"
+ABOUT: tuple[About, ...] = ("hessian", "curvature")
 Spoil = Callable[[Message, RecordDict], list[Message]]
 
 
@@ -134,7 +136,8 @@ class Federation:
         self.state = first_state(self.problem)
         self.whole, _ = self.round()
         self.vector = torch.ones_like(self.state.weights)
-        self.curvature = self.ask()
+        for about in ABOUT:
+            self.ask(about)
         self.grid.spoil = lambda *_: []
         self.without = {client: self._without(client) for client in range(CLIENTS)}
         self.grid.spoil = None
@@ -142,8 +145,12 @@ class Federation:
     def round(self) -> tuple[ServerState, Any]:
         return conduct(self.problem, self.state, self.engine(), range(CLIENTS))
 
-    def ask(self) -> list[tuple[int, torch.Tensor]]:
-        return [*self.engine().ask(self.state, self.vector, range(CLIENTS))]
+    def ask(self, about: About) -> list[tuple[int, torch.Tensor]]:
+        return [*self.engine().ask(self.state, self.vector, range(CLIENTS), about)]
+
+    def size(self, about: About) -> int:
+        """The numbers in an answer: a Hessian product, or λ₁ alone."""
+        return self.problem.network.size if about == "hessian" else 1
 
     def engine(self) -> Deployment:
         return Deployment(self.problem, self.nodes, self.journal)
@@ -227,9 +234,9 @@ class Answered(Wire):
     share = 0.03
 
     def case(self, chance: Random) -> str:
-        found = self.drawn(chance)
-        told = found.ask()
-        assert all(bool(answer.isfinite().all()) and answer.shape == found.vector.shape for _, answer in told)
+        found, about = self.drawn(chance), chance.choice(ABOUT)
+        told, size = found.ask(about), found.size(about)
+        assert all(bool(answer.isfinite().all()) and answer.shape == (size,) for _, answer in told)
         return "result"
 
 
@@ -265,11 +272,15 @@ class Question(FromServer):
     """A question of the server's about a client's curvature."""
 
     share = 0.01
-    kind = "query.hessian"
+    about: About = "hessian"
+
+    def case(self, chance: Random) -> str:
+        self.about = chance.choice(ABOUT)
+        self.kind = f"query.{self.about}"
+        return super().case(chance)
 
     def check(self, found: Federation, client: int, content: RecordDict) -> None:
-        size = found.problem.network.size
-        messages.read_exactly(content, {"answer": size}, found.state.weights.dtype)
+        messages.read_exactly(content, {"answer": found.size(self.about)}, found.state.weights.dtype)
 
 
 class Asked(FromServer):

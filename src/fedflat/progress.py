@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
@@ -30,6 +31,7 @@ class Bar:
     done: int = 0
     note: str = ""
     begun: float = field(default_factory=time.monotonic)
+    process: int = field(default_factory=os.getpid)
 
     def advance(self, note: str = "") -> None:
         """Counts one more unit of work."""
@@ -85,6 +87,16 @@ def track(units: Iterable[Unit], title: str, total: int | None = None) -> Iterat
             bar.advance()
 
 
+def beat(note: str) -> None:
+    """Shows the open bars, the innermost with this note, within a unit of work that may itself take long.
+
+    Does nothing if no bar is open in this process, so a client that computes in a worker stays silent.
+    """
+    if _display.bars:
+        _display.bars[-1].note = note
+        _display.refresh()
+
+
 class Display:
     """The bars that are open now, and where they are shown."""
 
@@ -95,6 +107,8 @@ class Display:
 
     def refresh(self) -> None:
         now = time.monotonic()
+        if self.bars[0].process != os.getpid():  # bars of the process that forked this one
+            return
         if now - self.bars[0].begun < WAIT or now - self._last < PAUSE:
             return
         self._last = now

@@ -37,7 +37,8 @@ def test_mean_and_ends_are_students():
     reach = 4.302652729749464 * 1 / math.sqrt(3)
     assert (found.mean, found.low, found.high) == pytest.approx((1, 1 - reach, 1 + reach))
     assert (found.method, found.reference, found.note, found.decided) == ("b", "a", "", False)
-    assert paired_differences(both([1.0, 2.0, 3.0], [2.0, 3.01, 4.0]))[0].decided
+    near = [1.0, 2.0, 3.0], [2.0, 3.01, 4.0]
+    assert all(paired_differences(both(*pair))[0].decided for pair in (near, near[::-1])), "above 0, and below"
 
 
 def test_one_seed_has_no_interval_and_says_so():
@@ -52,6 +53,12 @@ def test_only_common_seeds_with_finite_values_are_paired():
     assert found.seeds == [0, 1] and found.mean == 1.5
     (apart,) = paired_differences([Measurement("a", 0, {"x": 1.0}), Measurement("b", 1, {"x": 1.0})])
     assert apart.note == "no common seed" and math.isnan(apart.mean)
+    for a, b in ({}, {"x": 1.0}), ({"x": 1.0}, {}):
+        (missing,) = paired_differences([Measurement("a", 0, a), Measurement("b", 0, b)])
+        assert missing.note == "no common seed" and missing.seeds == []
+    late_first = [Measurement(m, s, {"x": v * s}) for m, v in (("a", 1.0), ("b", 3.0)) for s in (9, 2)]
+    (found,) = paired_differences(late_first)
+    assert (found.seeds, found.differences) == ([2, 9], [4.0, 18.0])
 
 
 def test_every_method_is_compared_with_the_reference_in_every_measure():

@@ -350,3 +350,32 @@ def test_help_shows_model_data_and_every_option(name):
 def test_an_unknown_plane_is_answered_with_the_known_ones():
     with pytest.raises(FedflatError, match="did you mean eigen"):
         flatness.landscape(network(), (X, Y), directions="eigem")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"stpes": 3}, "look: there is no option 'stpes'; did you mean steps"),
+        ({"samples": "all"}, "samples = 'all'"),
+        ({"loss": "mse"}, "loss: is a str; give a function"),
+        ({"k": 0}, "k = 0: ask for at least one"),
+    ],
+)
+def test_a_mistake_in_the_options_is_one_sentence(options, sentence):
+    with pytest.raises(RecipeError, match=sentence):
+        look(network(), (X, Y), **options)
+
+
+def test_a_model_without_values_is_named():
+    with pytest.raises(RecipeError, match=r"0\.weight is on the meta device"):
+        look(network().to("meta"), (X, Y))
+
+
+def test_sparse_embeddings_are_dense_during_the_measurement():
+    tokens, found = torch.randint(0, 9, (len(Y), 2), generator=torch.Generator().manual_seed(0)), []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 3, sparse=sparse), nn.Flatten(), nn.Linear(6, 3)).double()
+        found.append(flatness.spectrum(model, (tokens, Y)))
+        assert model[0].sparse is sparse
+    assert found[0] == found[1]

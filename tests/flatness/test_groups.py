@@ -11,6 +11,7 @@ from torch.func import functional_call, hessian
 from fedflat.engine.inline import Inline
 from fedflat.errors import DataError, RecipeError
 from fedflat.flatness import HessianProduct, Objective, Portion, by_class, by_client, locality, weighted
+from fedflat.flatness.locality import ClientFlatness, Locality, Place
 from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, Server
@@ -125,3 +126,45 @@ def test_local_against_global_flatness_is_that_of_dense_matrices(digits, average
     assert found.gap == pytest.approx(total - sum(p * top for p, top in zip(shares, tops[1], strict=True)))
     lengths = [float((local[client] - home).norm()) for client in range(8)]
     assert found.distance == pytest.approx(sum(p * d for p, d in zip(shares, lengths, strict=True)))
+
+
+def test_a_local_round_takes_the_given_rate_and_leaves_the_network_as_it_was(digits):
+    problem, portion = problem_of(digits), Portion(80)
+    same, slower = (locality(problem, portion, lr=lr) for lr in (0.3, 0.1))
+    assert same == locality(problem, portion)
+    assert all(0 < b.distance < a.distance for a, b in zip(same.clients, slower.clients, strict=True))
+    assert not problem.network.module.training
+
+
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_each_model_is_measured_with_its_own_batch_statistics(digits, buffers):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 10))
+    federation, portion = digits.to(torch.float64), Portion(80)
+    local = Local(batch=0, epochs=2, lr=0.3)
+    problem = Problem.of(federation, Network(module, torch.float64), parse("fedavg"), local)
+    model = problem.recipe.model.model_copy(update={"buffers": buffers})
+    problem.recipe = problem.recipe.model_copy(update={"model": model})
+    network, home = problem.network, problem.network.buffers.clone()
+    found = locality(problem, portion)
+    assert torch.equal(network.buffers, home)
+    state = first_state(problem)
+    sent = problem.method.broadcast(view(problem, state)) | ({"buffers": home} if buffers == "average" else {})
+    with closing(Inline(problem)) as engine:
+        for upload in [*engine.local_rounds(Broadcast(0, 0.3, sent), range(8))]:
+            statistics = {**upload.vectors, **engine.kept(upload.client)}["buffers"]
+            (x, y), *_ = portion.batches(problem.federation, [upload.client])
+            for weights, kept, place in (
+                (state.weights, home, found.clients[upload.client].at_global),
+                (state.weights + upload.delta, statistics, found.clients[upload.client].at_local),
+            ):
+                network.load(weights)
+                network.buffers.copy_(kept)
+                assert place.loss == pytest.approx(F.cross_entropy(network.module.eval()(x), y).item(), rel=1e-9)
+            assert not torch.equal(statistics, home)
+
+
+@pytest.mark.parametrize(("curvature", "explained"), [(0.4, 0.5), (-1.0, None), (0.0, None)])
+def test_a_share_of_the_clients_curvature_needs_a_positive_sum(curvature, explained):
+    client = ClientFlatness(0, 1, 1.0, Place(1.0, curvature, 0.0), Place(1.0, 0.0, 0.0), 0.0, 0.0)
+    assert Locality(0.2, [client]).explained == explained

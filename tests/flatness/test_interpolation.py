@@ -11,6 +11,7 @@ from torch import nn
 
 from fedflat.errors import RecipeError
 from fedflat.flatness import Interpolation, Objective, hidden_layers, interpolate, match, permuted
+from fedflat.flatness.door import objective_of
 from fedflat.models import build
 
 NETWORKS = {"mlp": (3, 4, 4), "fedavg-cnn": (3, 4, 4), "lenet64": (3, 16, 16)}
@@ -112,8 +113,56 @@ def test_the_barrier_is_the_height_above_the_chord():
     assert found.distance == pytest.approx(3.0)
 
 
-def test_an_overflow_is_an_infinite_barrier():
-    assert Interpolation(np.array([0, 0.5, 1]), np.array([1.0, math.nan, 1.0]), 1.0, 1, False).barrier == math.inf
+@pytest.mark.parametrize("overflow", [math.nan, math.inf])
+def test_an_overflow_is_an_infinite_barrier_at_its_place(overflow):
+    found = Interpolation(np.array([0, 0.3, 0.6, 1]), np.array([1.0, 9.0, overflow, 1.0]), 1.0, 1, False)
+    assert (found.barrier, found.peak) == (math.inf, 0.6)
+
+
+def test_the_samples_are_drawn_and_read_as_asked():
+    torch.manual_seed(0)
+    a, b, x, y = nn.Linear(2, 3), nn.Linear(2, 3), torch.randn(20, 2), torch.arange(20) % 3
+    ends = [interpolate(a, b, (x, y), points=3, samples=7, seed=seed) for seed in (5, 6)]
+    with objective_of(b, (x, y), samples=7, seed=5) as there:
+        assert (ends[0].samples, ends[0].losses[-1]) == (7, pytest.approx(there.value(), rel=1e-12))
+    assert ends[0].losses[-1] != ends[1].losses[-1]
+    rows = [{"x": x[:9], "y": y[:9]}, {"x": x[9:], "y": y[9:]}]
+    named = interpolate(a, b, rows, points=3, collate=lambda row: (row["x"], row["y"]))
+    np.testing.assert_allclose(named.losses, interpolate(a, b, (x, y), points=3).losses, rtol=1e-6)
+
+
+def test_frozen_weights_that_both_models_share_stay_where_they_are():
+    torch.manual_seed(0)
+    body, x = nn.Linear(2, 2).requires_grad_(False), torch.randn(4, 2)
+    a, b = (nn.Sequential(body, nn.Linear(2, 2)) for _ in range(2))
+    found = interpolate(a, b, [(x, torch.arange(4) % 2)], points=3)
+    assert found.losses[0] == pytest.approx(F.cross_entropy(a(x), torch.arange(4) % 2).item(), rel=1e-6)
+    assert found.distance == pytest.approx(
+        math.dist(*(m[1].weight.flatten().tolist() + m[1].bias.tolist() for m in (a, b)))
+    )
+
+
+def small_pair():
+    """Two networks without a permutation between them, the second layer without biases."""
+    torch.manual_seed(3)
+    one, two = (
+        nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 8, bias=False), nn.ReLU(), nn.Linear(8, 2)) for _ in "ab"
+    )
+    return one, two
+
+
+def test_the_matching_sweeps_until_nothing_improves_and_no_more_often_than_asked():
+    one, two = small_pair()
+    inner = [match(one, two, most=most).inner for most in (0, 1, 100)]
+    assert inner[0] < inner[1] <= inner[2]
+    assert (match(one, two, most=1).sweeps, match(one, one).sweeps) == (1, 1)
+    before = torch.get_rng_state()
+    assert match(one, two, seed=4).inner == match(one, two, seed=4).inner
+    assert torch.equal(torch.get_rng_state(), before), "its turns come from its own seed"
+
+
+def test_a_network_without_hidden_layers_has_nothing_to_match():
+    assert match(nn.Linear(2, 3), nn.Linear(2, 3)).orders == {}
 
 
 def test_both_models_stay_as_they_are():
@@ -143,9 +192,14 @@ def test_what_has_no_path_is_refused_in_one_sentence():
         (one, nn.Sequential(nn.Linear(2, 2)), {}, "weight is .* and nothing in the second"),
         (norm, norm, {}, "keeps running statistics"),
         (*frozen, {}, "is frozen and differs"),
+        (nn.Linear(2, 2, bias=False), one, {}, r"bias is nothing in the first model and \(2,\) in the second"),
         (one, one, {"points": 2}, "points is 2; it must be at least 3"),
     ):
         with pytest.raises(RecipeError, match=sentence):
             interpolate(a, b, x, **options)
-    with pytest.raises(RecipeError, match="differ in their layers"):
-        match(nn.Sequential(one, nn.ReLU(), one.__class__(2, 2)), nn.Sequential(one, nn.Tanh(), two))
+    for other in (
+        nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)),
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU(), two),
+    ):
+        with pytest.raises(RecipeError, match="differ in their layers"):
+            match(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), other)

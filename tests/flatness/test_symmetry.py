@@ -8,7 +8,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedflat.errors import RecipeError
-from fedflat.flatness import Hessian, Objective, adaptive_sharpness, hidden_layers, permuted, rescaled, scale_test
+from fedflat.flatness import (
+    Hessian,
+    Objective,
+    adaptive_sharpness,
+    ascent_sharpness,
+    hidden_layers,
+    permuted,
+    rescaled,
+    scale_test,
+    weight_norm,
+)
 from fedflat.models import build
 
 NETWORKS = {"mlp": (3, 4, 4), "fedavg-cnn": (3, 8, 8), "lenet64": (3, 16, 16)}
@@ -67,6 +77,26 @@ def test_the_top_eigenvalue_after_a_rescaling_is_the_closed_form_and_the_invaria
     risen = 2.0 * (1 - rho * 2.0 / math.hypot(2.0, 2.0)) * 2.5 * (1 - rho * 2.5 / math.hypot(2.5, 2.5))
     assert off.before.adaptive_sharpness == pytest.approx(0.5 * (risen - 6) ** 2 - 0.5 * (z - 6) ** 2)
     assert off.after.adaptive_sharpness == pytest.approx(off.before.adaptive_sharpness, rel=1e-12)
+
+
+def test_a_scale_test_has_every_measure_of_both_models_and_their_ratios():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    x, y = 100 * torch.randn(6, 3), torch.arange(6) % 2
+    objective = Objective(module, F.cross_entropy, [(x[:4], y[:4]), (x[4:], y[4:])])
+    found = scale_test(objective, 3.0, rho=0.01, adaptive_rho=0.02)
+    other = rescaled(module, 3.0)
+    for model, seen in (module, found.before), (other, found.after):
+        f = Objective(model, F.cross_entropy, objective.batches)
+        expected = f.value(), ascent_sharpness(f, 0.01), adaptive_sharpness(f, 0.02), weight_norm(model)
+        assert (seen.loss, seen.ascent_sharpness, seen.adaptive_sharpness, seen.weight_norm) == pytest.approx(expected)
+    old, new = (model(x).detach() for model in (module, other))
+    assert found.outputs == float((new - old).abs().max() / old.abs().max()) > 0
+    rows = {row[""]: row for row in found.rows()}
+    assert rows["‖w‖"]["ratio"] == found.after.weight_norm / found.before.weight_norm
+    assert rows["largest change of an output"]["rescaled by 3"] == found.outputs
+    at_minimum = {row[""]: row.get("ratio") for row in scale_test(scalar(2.0, 3.0)).rows()}
+    assert at_minimum["loss"] is None, "0/0"
 
 
 def test_the_hessian_of_a_rescaled_network_is_the_one_scaled_from_both_sides():

@@ -80,8 +80,8 @@ def test_flowers_form_and_the_files_have_one_fingerprint(keys):
 @pytest.mark.parametrize(
     ("key", "why"),
     [("client-1.pub", "its key is client 1's, but it claims to be client 2"),
-     ("client-4.pub", "is no client's"),
-     (None, "its key of no known kind is no client's")],
+     ("client-4.pub", "does not belong to a client"),
+     (None, "its key of unknown kind does not belong to a client")],
 )  # fmt: skip
 def test_a_node_that_claims_anothers_number_is_refused(deployed, small, simulated, keyed, keys, capsys, key, why):
     heard = []
@@ -129,13 +129,13 @@ def test_a_table_of_keys_must_be_sound(tmp_path, keys):
     with pytest.raises(RunError, match="client 0 has the same key"):
         identity.read_table(tmp_path, 3)
     (tmp_path / "client-1.pub").write_text("ssh-rsa nothing")
-    with pytest.raises(RunError, match="is no public key"):
+    with pytest.raises(RunError, match="not a public key"):
         identity.read_table(tmp_path, 3)
 
 
 def test_without_keys_it_says_so(deployed, small, capsys):
     deployed(small("server.rounds=1"))
-    assert "nodes are not told apart by keys" in capsys.readouterr().out
+    assert "nodes are not identified by keys" in capsys.readouterr().out
 
 
 def test_flowers_simulation_whose_nodes_have_no_keys_runs_an_app_that_has_them(

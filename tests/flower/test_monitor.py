@@ -150,7 +150,7 @@ def test_a_port_that_is_taken_is_one_sentence():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with (
-            pytest.raises(RecipeError, match=f"deployment.metrics = {port}: 127.0.0.1 cannot be listened on"),
+            pytest.raises(RecipeError, match=f"deployment.metrics = {port}: cannot listen on 127.0.0.1"),
             monitor.monitored(Deployment(metrics=port)),
         ):
             pass
@@ -213,7 +213,7 @@ def test_a_log_of_json_has_an_object_for_each_line_and_each_round(deployed, smal
     _, records = deployed(small('deployment.log="json"'))
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {line["event"] for line in lines} == {"message", "round"} and all(line["time"] for line in lines)
-    assert "nodes are not told apart by keys" in lines[0]["message"]
+    assert "nodes are not identified by keys" in lines[0]["message"]
     rounds = [line for line in lines if line["event"] == "round"]
     assert [line["round"] for line in rounds] == [1, 2, 3]
     assert [line["accuracy"] for line in rounds] == [record["accuracy"] for record in records]

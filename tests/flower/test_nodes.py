@@ -57,8 +57,8 @@ def test_nodes_that_are_no_client_are_named_and_left_alone(deployed, loopback, c
                 self.contexts[node] = replace_config(self.contexts[100], client=number)
 
     assert deployed(small(), Crowded) == simulated(small())
-    named = [line for line in capsys.readouterr().out.splitlines() if " is none of the 4 clients: " in line]
-    assert sorted(line.partition(":")[0] for line in named) == [f"node {n} is none of the 4 clients" for n in (7, 8)]
+    named = [line for line in capsys.readouterr().out.splitlines() if " is not one of the 4 clients: " in line]
+    assert sorted(line.partition(":")[0] for line in named) == [f"node {n} is not one of the 4 clients" for n in (7, 8)]
     assert any("client = 'three' must be a whole number from 0 on" in line for line in named)
 
 
@@ -85,7 +85,7 @@ def test_where_two_nodes_claim_one_client_the_first_stays(deployed, loopback, sm
 
 def test_sharpness_needs_every_client(deployed, loopback, small):
     measured = small("deployment.nodes=3", "evaluation.sharpness=1")
-    with pytest.raises(DataError, match="client 3 was not connected when the deployment began"):
+    with pytest.raises(DataError, match="client 3 was not connected at the start"):
         deployed(measured, only(loopback.InProcess, 0, 1, 2))
 
 
@@ -127,7 +127,7 @@ def damaged(folder, older):
     newest.write_bytes(bytes([*rest, last ^ 1]))
 
 
-LOSSES = {gone: "gone", from_a_backup: "gone", under_the_new_name: "not the one", damaged: "not the one"}
+LOSSES = {gone: "missing", from_a_backup: "missing", under_the_new_name: "not the one", damaged: "not the one"}
 
 
 class Forgetful(Inline):
@@ -171,7 +171,7 @@ def test_without_a_directory_for_it_memory_lasts_as_long_as_the_node(deployed, s
     recipe = small(*KEEPING)
     with pytest.raises(ConnectionAbortedError):
         deployed(recipe, cut_in(LAST))
-    with pytest.raises(TrainingError, match=r"rounds in a row were skipped.* its memory of round 3 is gone"):
+    with pytest.raises(TrainingError, match=r"rounds in a row were skipped.* its memory of round 3 is missing"):
         deployed(small(*KEEPING, "server.rounds=9"))  # all nodes are new
 
 
@@ -220,11 +220,11 @@ def test_a_client_with_other_frozen_weights_is_refused_before_it_trains(deployed
     model, differing = probing
     with pytest.raises(TrainingError, match=r"^only 3 of 4 clients are connected after 0.3 s \(missing: 2\); "):
         deployed(small(model, "deployment.wait=0.3"), differing, policy=ALLOWED)
-    named = {line for line in capsys.readouterr().out.splitlines() if line.startswith("node 102 is none of")}
+    named = {line for line in capsys.readouterr().out.splitlines() if line.startswith("node 102 is not one of")}
     assert len(named) == 1
     assert re.search(
-        r"^node 102 is none of the 4 clients: as frozen weights client 2 has the base \w{12}…, the server the base "
-        r"\w{12}…; give both the same model$",
+        r"^node 102 is not one of the 4 clients: the frozen weights of client 2 \(the base \w{12}…\) and of the "
+        r"server \(the base \w{12}…\) differ; give both the same model$",
         *named,
     )
     _, records = deployed(small(model, "deployment.nodes=3"), differing, policy=ALLOWED)

@@ -236,4 +236,4 @@ def test_where_nobody_listens_it_is_not_healthy(capsys):
     with service(1) as address:
         pass
     assert health.main(address) == 1
-    assert capsys.readouterr().err == f"{address}: does not say that it is serving\n"
+    assert capsys.readouterr().err == f"{address}: does not report that it is serving\n"

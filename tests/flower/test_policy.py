@@ -54,6 +54,9 @@ class Spy:
     def train(self, **facts):
         return self.ask("train", self.sent, **facts)
 
+    def curvature(self, **facts):
+        return self.ask("query.curvature", {"weights": self.weights}, **facts)
+
     def hessian(self, vector=None, **facts):
         vector = self.weights if vector is None else vector
         return self.ask("query.hessian", {"weights": self.weights, "vector": vector}, **facts)
@@ -103,7 +106,7 @@ def test_code_that_the_policy_does_not_name_is_never_imported(spy, tmp_path, mon
     client.recipe = load(None, ["model=sly_net:Net"])
     client.grid.app = client_app(client.recipe)
     facts, vectors = client.train()
-    assert facts["refused"] == "code: sly_net:Net is none of fedflat's own, and this client's policy does not name it"
+    assert facts["refused"] == "code: sly_net:Net is not part of fedflat, and this client's policy does not list it"
     assert not vectors and not (tmp_path / "was-here").exists()
 
 
@@ -111,30 +114,49 @@ def test_nor_is_a_part_of_a_method(spy):
     client = spy()
     client.recipe = load(None, ["method=os:system"])
     client.grid.app = client_app(client.recipe)
-    assert client.train()[0]["refused"].startswith("code: os:system is none of fedflat's own")
+    assert client.train()[0]["refused"].startswith("code: os:system is not part of fedflat")
+
+
+@pytest.mark.parametrize("change", ["task=os:system", "task=classification(loss=sly:Loss)", "data.name=sly_data:Set"])
+def test_nor_is_a_task_or_a_data_set(spy, change):
+    client = spy()
+    client.recipe = load(None, [change])
+    client.grid.app = client_app(client.recipe)
+    named = change.partition("=")[2].removeprefix("classification(loss=").removesuffix(")")
+    assert (
+        client.train()[0]["refused"]
+        == f"code: {named} is not part of fedflat, and this client's policy does not list it"
+    )
 
 
 def test_only_the_recipe_that_the_client_agreed_to_is_followed(spy, small):
     agreed = policies.digest(small())
     assert "refused" not in spy(policy=f'recipe = "sha256:{agreed}"').train()[0]
     refused = spy("local.lr=0.2", policy=f'recipe = "{agreed}"').train()[0]["refused"]
-    assert refused.startswith("recipe: it has the digest ") and agreed in refused
+    assert refused.startswith("recipe: its digest is ") and agreed in refused
 
 
 def test_a_server_with_another_recipe_is_told_so(spy, small):
     said = spy().ask("query", recipe=policies.digest(small("local.lr=0.2")))[0]["refused"]
-    assert said.startswith("recipe: the server goes by another one than this client's")
+    assert said.startswith("recipe: the server's differs from this client's")
 
 
 def test_a_run_keeps_the_recipe_that_it_began_with(spy, small):
     assert "refused" not in spy().train()[0]
-    assert spy("local.momentum=0.5").train()[0]["refused"] == "recipe: it is not the one that this run began with"
+    assert spy("local.momentum=0.5").train()[0]["refused"] == "recipe: it is not the one that this run started with"
 
 
 def test_what_the_server_alone_decides_is_not_in_the_digest(small):
     same = ["server.rounds=9", "server.cohort=2", "admission.quorum=2", "evaluation.every=0", "deployment.wait=9",
             "checkpoint.every=3", "engine.workers=2", "data.dir=/elsewhere"]  # fmt: skip
-    other = ["local.epochs=7", 'evaluation.measures=["proximal"]', "split.clients=5", "precision=float64", "seed=1"]
+    other = [
+        "local.epochs=7",
+        'evaluation.measures=["proximal"]',
+        "split.clients=5",
+        "precision=float64",
+        "seed=1",
+        "task=regression",
+    ]
     assert {policies.digest(small(change)) for change in same} == {policies.digest(small())}
     assert policies.digest(small()) not in {policies.digest(small(change)) for change in other}
 
@@ -153,10 +175,13 @@ def test_no_hessian_product_is_given_that_the_recipe_does_not_measure(spy):
     assert spy(policy="[answers]\nhessian = 99").hessian()[0]["refused"] == "hessian: the recipe does not measure it"
 
 
-@pytest.mark.parametrize("question", ["hessian", "gradient", "rise", "margin"])
+CURVATURE = 'evaluation.measures=["local_curvature"]'
+
+
+@pytest.mark.parametrize("question", ["hessian", "curvature", "gradient", "rise", "margin"])
 @pytest.mark.parametrize("method", [PRIVATE, 'method=central_dp(entropy="system")'])
 def test_a_private_method_answers_no_unprotected_question(spy, question, method):
-    client = spy(method, "evaluation.sharpness=1", policy="[answers]\nhessian = 99")
+    client = spy(method, "evaluation.sharpness=1", CURVATURE, policy="[answers]\nhessian = 99\ncurvature = 99")
     vectors = {"weights": client.weights, "vector": client.weights}
     facts, answer = client.ask(f"query.{question}", vectors, samples=1, seed=0)
     assert facts["refused"] == f"{question}: a private method answers no question that its noise does not protect"
@@ -168,7 +193,7 @@ def test_a_single_sample_cannot_be_asked_for(spy):
     measured = ["evaluation.sharpness=1", "evaluation.sharpness_samples=4", "model.hidden=[]"]
     client = spy(*measured, policy="[answers]\nhessian = 99")
     assert client.hessian(samples=1)[0]["refused"] == (
-        "hessian: 1 samples would be behind the answer, answers.min_samples = 10")  # fmt: skip
+        "hessian: the answer would use only 1 samples, answers.min_samples = 10")  # fmt: skip
     enough = spy(*measured[:1], "evaluation.sharpness_samples=400", policy="[answers]\nhessian = 99")
     _, over_many = enough.hessian(samples=1, seed=5)
     _, as_the_recipe_says = enough.hessian()
@@ -179,7 +204,7 @@ def test_nor_is_an_update_sent_that_one_sample_has_made(spy):
     """One step over a batch of one: the update of a linear model is that sample, times a number for each class."""
     recipe = ["model.hidden=[]", "local.steps=1", "local.batch=1", "local.weight_decay=0.0"]
     client = spy(*recipe)
-    told = "train: 1 samples would be behind the answer, answers.min_samples = 10"
+    told = "train: the answer would use only 1 samples, answers.min_samples = 10"
     assert client.train()[0]["refused"] == told
     careless = spy(*recipe, policy="[answers]\nmin_samples = 1")
     layout = careless.problem.network.layout
@@ -203,20 +228,43 @@ def test_answers_are_counted_over_all_runs_and_restarts(spy):
     assert "refused" not in spy(policy=policy).train(run="f" * 16)[0]
     last = spy(policy=policy)
     facts, vectors = last.train(run="e" * 16)
-    assert facts["refused"] == "train: 2 were answered, and answers.train = 2" and not vectors
+    assert facts["refused"] == "train: 2 answers were given already, answers.train = 2" and not vectors
     assert last.ledger["answers"] == {"train": 2} and last.ledger["refused"] == {"train": 1}
 
 
 def test_hessian_products_are_counted_too(spy):
     client = spy("evaluation.sharpness=1", "evaluation.sharpness_samples=0", policy="[answers]\nhessian = 1")
     assert "answer" in client.hessian()[1]
-    assert client.hessian()[0]["refused"] == "hessian: 1 were answered, and answers.hessian = 1"
+    assert client.hessian()[0]["refused"] == "hessian: 1 answers were given already, answers.hessian = 1"
+
+
+def test_the_largest_eigenvalue_is_a_single_number_and_counted_too(spy):
+    client = spy(CURVATURE, "evaluation.sharpness_samples=0", policy="[answers]\ncurvature = 1")
+    assert client.curvature()[1]["answer"].shape == (1,)
+    assert client.curvature()[0]["refused"] == "curvature: 1 answers were given already, answers.curvature = 1"
+    assert client.ledger["answers"] == {"curvature": 1}
+
+
+def test_nor_is_it_given_over_few_samples_or_where_the_recipe_does_not_measure_it(spy):
+    allowed = "[answers]\ncurvature = 99"
+    few = spy(CURVATURE, "evaluation.sharpness_samples=4", policy=allowed).curvature(samples=400)[0]["refused"]
+    assert few == "curvature: the answer would use only 1 samples, answers.min_samples = 10"
+    other = spy("evaluation.sharpness=1", policy=allowed)
+    assert other.curvature()[0]["refused"] == "curvature: the recipe does not measure it"
+
+
+def test_nor_at_weights_at_which_it_is_not_finite(spy):
+    client = spy(CURVATURE, policy="[answers]\ncurvature = 5\nmin_samples = 1")
+    client.weights = client.weights + 1e38
+    facts, vectors = client.curvature()
+    assert facts["refused"] == "curvature: λ₁ is not finite with the weights that were sent" and not vectors
 
 
 def test_without_a_policy_strict_rules_hold(spy):
-    client = spy("evaluation.sharpness=1", policy=None)
+    client = spy("evaluation.sharpness=1", CURVATURE, policy=None)
     assert "refused" not in client.train(set="method=fedprox")[0]
-    assert client.hessian()[0]["refused"] == "hessian: 0 were answered, and answers.hessian = 0"
+    assert client.curvature()[0]["refused"] == "curvature: 0 answers were given already, answers.curvature = 0"
+    assert client.hessian()[0]["refused"] == "hessian: 0 answers were given already, answers.hessian = 0"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -229,10 +277,10 @@ LEAST = '[privacy]\npart = "local_dp"\nclip = 0.2\nnoise = 4.0\n'
 @pytest.mark.parametrize(
     ("method", "why"),
     [
-        ("fedavg", "this client takes part only with local_dp, which the method does not have"),
-        ('central_dp(entropy="system")', "this client takes part only with local_dp"),
-        ('local_dp(clip=0.1, noise=1.0, entropy="system")', "noise = 1 is below this client's least, 4"),
-        ('local_dp(clip=9.0, noise=8.0, entropy="system")', "clip = 9 is above this client's largest, 0.2"),
+        ("fedavg", "this client requires local_dp, which the method does not have"),
+        ('central_dp(entropy="system")', "this client requires local_dp"),
+        ('local_dp(clip=0.1, noise=1.0, entropy="system")', "noise = 1 is below this client's minimum, 4"),
+        ('local_dp(clip=9.0, noise=8.0, entropy="system")', "clip = 9 is above this client's maximum, 0.2"),
     ],
 )
 def test_less_privacy_than_the_client_insists_on_is_refused(spy, method, why):
@@ -258,12 +306,12 @@ def test_the_budget_is_the_clients_own_and_outlives_runs(spy):
     replies = [spy(PRIVATE, policy=policy).train(run=f"{run:016x}")[0] for run in range(3)]
     would = dp.get_epsilon_gaussian(4 / 3**0.5, 1e-5)
     assert ["refused" in reply for reply in replies] == [False, False, True]
-    assert replies[-1]["refused"].startswith(f"train: this client's ε would come to {would:.3g}, privacy.epsilon = ")
+    assert replies[-1]["refused"].startswith(f"train: this client's ε would reach {would:.3g}, privacy.epsilon = ")
     assert spy(PRIVATE, policy=policy).ledger["spent"] == pytest.approx(2 / 16)
 
 
 def test_uploads_without_noise_have_no_place_in_a_budget(spy):
-    assert "ε would come to inf" in spy(policy="[privacy]\nepsilon = 100.0").train()[0]["refused"]
+    assert "ε would reach inf" in spy(policy="[privacy]\nepsilon = 100.0").train()[0]["refused"]
 
 
 def test_a_protected_upload_brings_neither_loss_nor_notes(spy):
@@ -287,7 +335,7 @@ def test_weights_that_overflow_are_answered_by_one_sentence_and_no_vector(spy, m
     client = spy(f"method={method}", "local.lr=1.0")
     client.sent = {name: vector + 1e38 for name, vector in client.sent.items()}
     facts, vectors = client.train()
-    assert facts["refused"] == "train: from the weights that were sent, loss comes out as not finite"
+    assert facts["refused"] == "train: loss is not finite with the weights that were sent"
     assert facts["reason"] == "not finite" and not vectors
     assert client.ledger["refused"] == {"train": 1} and not [*client.folder.rglob("*.safetensors")]
 
@@ -296,7 +344,7 @@ def test_nor_is_a_hessian_product_sent_that_is_not_finite(spy):
     client = spy("evaluation.sharpness=1", policy="[answers]\nhessian = 5\nmin_samples = 1")
     client.weights = client.weights + 1e38
     facts, vectors = client.hessian()
-    assert facts["refused"] == "hessian: from the weights that were sent, the product comes out as not finite"
+    assert facts["refused"] == "hessian: the product is not finite with the weights that were sent"
     assert not vectors and client.ledger["answers"] == {"hessian": 1}
 
 
@@ -319,14 +367,14 @@ def test_an_error_on_the_client_does_not_quote_its_samples_to_the_server(spy):
     client = spy(data=patients)
     with pytest.raises(AssertionError) as failed:
         client.train()
-    assert "Jane" not in str(failed.value) and "ValueError; what it says is in the client's log" in str(failed.value)
+    assert "Jane" not in str(failed.value) and "ValueError; its message is in the client's log" in str(failed.value)
 
 
 @pytest.mark.parametrize("method", ['local_dp(clip=0.1, noise=0.0, entropy="system")', "central_dp(noise=0.0)"])
 def test_a_part_without_noise_is_no_privacy(spy, method):
     part = method.partition("(")[0]
     refused = spy(f"method={method}", policy=f'[privacy]\npart = "{part}"').train()[0]["refused"]
-    assert refused == "privacy: noise = 0 is below this client's least, 0"
+    assert refused == "privacy: noise = 0 is below this client's minimum, 0"
 
 
 def test_noise_without_a_part_is_a_mistake_and_not_ignored(tmp_path):
@@ -356,7 +404,10 @@ def test_a_ledger_that_other_users_could_take_away_allows_nothing(spy):
         before = place.stat().st_mode
         place.chmod(mode)
         facts, vectors = client.train()
-        assert "must be this user's alone, but every user of this machine may" in facts["refused"] and not vectors
+        assert (
+            "must be accessible to this user only, but every user of this machine may" in facts["refused"]
+            and not vectors
+        )
         place.chmod(before)
     client.folder.chmod(0o1777)  # as /tmp: others can add to it, and take nothing away
     assert "refused" not in client.train()[0]
@@ -368,7 +419,9 @@ def test_a_server_cannot_fill_the_disk_by_ever_new_runs(spy, monkeypatch):
     client = spy("method=scaffold")
     told = [client.train(run=f"{k:016x}")[0].get("refused", "") for k in range(6)]
     assert told[:3] == [""] * 3 and len({*told[3:]}) == 1
-    assert told[3].startswith("train: the memory of 3 other runs is kept here; delete that of runs that have ended")
+    assert told[3].startswith(
+        "train: the memory of 3 other runs is stored here; delete the memory of runs that have ended"
+    )
     assert len([*(client.folder / "memory").glob("*/client-2/*.safetensors")]) == 3
     assert client.ledger["answers"] == {"train": 3}
     assert "refused" not in client.train(run=f"{1:016x}")[0]
@@ -447,13 +500,15 @@ def test_a_refusal_is_counted_by_the_server_and_logged_by_the_client(deployed, s
     _, records = deployed(recipe, policy=limit, memory=str(tmp_path / "memory"))
     refused = records[-1]["refused"]
     assert [(r["client"], r["reason"]) for r in refused] == [(client, "policy") for client in range(4)]
-    assert refused[0]["detail"] == "train: 2 were answered, and answers.train = 2"
+    assert refused[0]["detail"] == "train: 2 answers were given already, answers.train = 2"
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["refused"] == {"policy": 4}
-    assert capsys.readouterr().out.count("refused: train: 2 were answered, and answers.train = 2\n") == 4
+    assert capsys.readouterr().out.count("refused: train: 2 answers were given already, answers.train = 2\n") == 4
 
 
 def test_a_client_whose_training_diverges_is_refused_by_that_reason_as_in_a_simulation(deployed, small):
-    with pytest.raises(TrainingError, match="client 0 in round 0: not finite: train: from the weights"):
+    with pytest.raises(
+        TrainingError, match="client 0 in round 0: not finite: train: loss is not finite with the weights"
+    ):
         deployed(small("local.lr=1e38", "local.steps=4", "admission.patience=1"))
 
 
@@ -467,7 +522,18 @@ def test_refused_sharpness_is_null_with_the_reason(deployed, small):
     measured = small("server.rounds=1", "evaluation.sharpness=1")
     _, (record,) = deployed(measured, policy="[answers]\nmin_samples = 1")
     assert record["lambda1"] is None
-    assert record["sharpness_missing"].endswith("refuses: hessian: 0 were answered, and answers.hessian = 0")
+    assert record["sharpness_missing"].endswith("refuses: hessian: 0 answers were given already, answers.hessian = 0")
+
+
+def test_local_curvature_is_the_simulations_if_the_policy_allows_it(deployed, simulated, small):
+    recipe = small('evaluation.measures=["consistency", "local_curvature"]', "evaluation.sharpness_samples=200")
+    told = deployed(recipe, policy="[answers]\ncurvature = 12\nmin_samples = 10")
+    assert told == simulated(recipe) and all(record["local_lambda1"] > 0 for record in told[1])
+
+
+def test_where_the_policy_does_not_allow_it_local_curvature_is_null(deployed, small):
+    _, records = deployed(small('evaluation.measures=["local_curvature"]', "server.rounds=1"))
+    assert [(record["local_lambda1"], record["cohort"]) for record in records] == [(None, records[0]["cohort"])]
 
 
 def test_a_policy_file_that_is_not_there_is_not_the_default(loopback, small, tmp_path):
@@ -489,5 +555,5 @@ def test_the_policy_that_init_writes_agrees_with_its_recipe(tmp_path, small):
     recipe = load(tmp_path / "wards" / "wards" / "recipe.toml")
     found = policies.read_policy(tmp_path / "wards" / "policy.toml")
     assert found.recipe == f"sha256:{policies.digest(recipe)}"
-    assert found.answers.train >= recipe.server.rounds and found.answers.hessian > 0
+    assert found.answers.train >= recipe.server.rounds and found.answers.hessian > 0 and found.answers.curvature == 0
     assert tomllib.loads((tmp_path / "wards" / "policy.toml").read_text())["privacy"]["part"] == "none"

@@ -139,7 +139,7 @@ def test_strangers_are_refused(story, stranger):
 
 
 def test_a_registered_node_is_not_believed_to_be_another_client(story):
-    assert "is no client's" in story.said
+    assert "does not belong to a client" in story.said
     assert not [refusal for record in story.records[:3] for refusal in record.get("refused", ())]
 
 

@@ -139,7 +139,7 @@ def test_flower_builds_the_app_under_the_name_of_its_folder(name, tmp_path):
 def test_a_name_that_flower_does_not_take_is_refused_with_one_that_it_takes(name, such_as, tmp_path):
     assert not is_valid_name(name)[0] and is_valid_name(such_as)[0]
     with pytest.raises(
-        RecipeError, match=f"^{name}: Flower takes names .* such as {such_as}; choose another directory"
+        RecipeError, match=f"^{name}: Flower accepts names .* such as {such_as}; choose another directory"
     ):
         write_app(tmp_path / name, RECIPE)
     assert not (tmp_path / name).exists()
@@ -208,7 +208,7 @@ def test_the_authority_outlives_the_servers_certificate_which_is_renewed_for_the
 def test_a_renewal_without_its_authority_or_beyond_it_is_refused(tmp_path):
     folder = tmp_path / "keys"
     write_keys(folder, ["127.0.0.1"], clients=1)
-    with pytest.raises(RecipeError, match=r"the authority itself lasts 36\d\d days more"):
+    with pytest.raises(RecipeError, match=r"the authority expires in 36\d\d days; use at most"):
         renew(folder, ["127.0.0.1"], days=5000)
     write_keys(tmp_path / "others", ["127.0.0.1"], clients=1)
     (folder / "ca.key").write_bytes((tmp_path / "others/ca.key").read_bytes())
@@ -273,14 +273,14 @@ def test_private_files_are_for_their_owner_only(keys):
 
 def test_keys_are_never_written_over(keys):
     before = (keys / "ca.key").read_bytes()
-    with pytest.raises(RunError, match="there are keys already; move them away first"):
+    with pytest.raises(RunError, match="already contains keys, which existing nodes use; move them away first"):
         write_keys(keys, ["127.0.0.1"], clients=2)
     assert (keys / "ca.key").read_bytes() == before
 
 
 @pytest.mark.parametrize("host", ["server:8443", "https://server", "two words", ""])
 def test_a_host_is_a_name_alone(tmp_path, host):
-    with pytest.raises(RecipeError, match="give a name or an address alone, without port or scheme"):
+    with pytest.raises(RecipeError, match="give only a name or an address, without port or scheme"):
         write_keys(tmp_path / "keys", [host], clients=1)
     assert not (tmp_path / "keys").exists()
 
@@ -302,12 +302,13 @@ def test_a_client_can_see_which_recipe_it_would_agree_to(fedflat, tmp_path):
     agreed = tomllib.loads((tmp_path / "wards" / "policy.toml").read_text())["recipe"]
     assert fedflat("flower", "digest", tmp_path / "wards") == (0, agreed)
     assert fedflat("flower", "digest", tmp_path) == (
-        2, f"fedflat: {tmp_path}: no app is here (no recipe.toml); give its folder")  # fmt: skip
+        2, f"fedflat: {tmp_path}: contains no app (no recipe.toml); give the folder of an app")  # fmt: skip
 
 
 def test_mistakes_on_the_command_line_are_one_sentence(fedflat, tmp_path):
-    assert fedflat("flower", "keys", tmp_path, "--host", "h") == (
-        2, f"fedflat: {tmp_path}: no app is here (no recipe.toml); give its folder, or say --clients")  # fmt: skip
+    advice = "give the folder of an app, or set --clients"
+    told = (2, f"fedflat: {tmp_path}: contains no app (no recipe.toml); {advice}")
+    assert fedflat("flower", "keys", tmp_path, "--host", "h") == told
     code, said = fedflat("flower", "init", tmp_path / "wards", "--set", "method=fedsoam")
     assert code == 2 and "did you mean fedsam?" in said
     assert not (tmp_path / "wards").exists()

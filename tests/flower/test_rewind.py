@@ -58,7 +58,7 @@ def test_further_back_clients_whose_memory_is_newer_are_refused_and_keep_it(depl
     _, records = deployed(recipe, memory=str(tmp_path / "memory"))
     refused = [refusal for record in records for refusal in record.get("refused", ())]
     assert len(refused) == 4 and {refusal["reason"] for refusal in refused} == {"raised"}
-    assert all("its memory of round 0 is gone; bring it back" in refusal["detail"] for refusal in refused)
+    assert all("its memory of round 0 is missing; restore it" in refusal["detail"] for refusal in refused)
     newer = {path.name for path in (tmp_path / "memory").rglob("0*.safetensors")}
     assert newer == {"00000001.safetensors", "00000002.safetensors"}
 
@@ -80,7 +80,7 @@ def test_or_they_begin_anew_and_the_log_says_so(deployed, tmp_path, small, capsy
     back_at_the_first(deployed, tmp_path, recipe)
     _, records = deployed(recipe, memory=str(tmp_path / "memory"))
     assert [record["cohort"] for record in records] == [[0, 1]] * 3
-    assert capsys.readouterr().out.count("its memory of round 0 is gone; it began anew") == 2
+    assert capsys.readouterr().out.count("its memory of round 0 is missing; it started without memory") == 2
 
 
 def test_a_mark_of_a_round_that_the_run_went_back_behind_is_never_given(tmp_path):

@@ -72,7 +72,7 @@ def test_a_run_whose_secret_is_gone_is_not_gone_on_with(deployed, small, tmp_pat
     with pytest.raises(ConnectionAbortedError):
         deployed(small(*SECRET), cut_in(2))
     (tmp_path / "out" / "deployment.secret").unlink()
-    with pytest.raises(RunError, match="its cohorts cannot be drawn; begin anew"):
+    with pytest.raises(RunError, match="is missing, and draws the cohorts; start a new run"):
         deployed(small(*SECRET))
 
 
@@ -129,13 +129,15 @@ def test_under_local_noise_the_clients_losses_stay_with_them(deployed, small):
     assert all(record["local_loss"] is None and record["epsilon"] > 0 for record in records)
 
 
-def test_questions_that_no_client_would_answer_are_not_asked(deployed, small):
-    with pytest.raises(RecipeError, match=r"^evaluation.sharpness: clients with a private method answer no question"):
-        deployed(small(LOCAL, "deployment.draws=secret", "evaluation.sharpness=1"))
+@pytest.mark.parametrize("asked", ["evaluation.sharpness=1", 'evaluation.measures=["local_curvature"]'])
+def test_questions_that_no_client_would_answer_are_not_asked(deployed, small, asked):
+    field = asked.partition("=")[0]
+    with pytest.raises(RecipeError, match=f"^{field}: clients with a private method answer no question"):
+        deployed(small(LOCAL, "deployment.draws=secret", asked))
 
 
 def test_cohorts_that_anybody_can_compute_are_for_rehearsals(deployed, small):
-    with pytest.raises(RecipeError, match=r"^server.draws = 'fedsol': anybody can compute those cohorts"):
+    with pytest.raises(RecipeError, match=r"^server.draws = 'fedsol': anyone can compute these cohorts"):
         deployed(small("deployment.draws=secret", "server.draws=fedsol"))
 
 

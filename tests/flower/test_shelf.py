@@ -63,7 +63,7 @@ def test_an_upload_that_was_not_merged_is_forgotten(shelf):
 
 def test_a_server_that_asks_for_a_version_that_is_gone_does_not_cost_the_others(shelf):
     merged = keep(shelf, 3, memory(3), ABOUT, None)
-    with pytest.raises(MemoryLostError, match="memory of round 1 is gone"):
+    with pytest.raises(MemoryLostError, match="memory of round 1 is missing"):
         recall(shelf, Mark(1, "0" * 64), anew=False)
     assert same(recall(shelf, merged, anew=False)[0], memory(3))
 
@@ -79,17 +79,17 @@ def test_whichever_rounds_are_merged_the_last_merged_one_counts_and_two_are_kept
         mark = offered if merged else mark
 
 
-@pytest.mark.parametrize("loss", ["gone", "not the one that it kept then"])
+@pytest.mark.parametrize("loss", ["missing", "not the one it stored then"])
 def test_a_version_that_is_lost_or_another_is_refused_or_forgiven(shelf, loss):
     mark = keep(shelf, 3, memory(3), ABOUT, None)
-    if loss == "gone":
+    if loss == "missing":
         shelf.drop(3)
     else:
         keep(shelf, 3, memory(2), ABOUT, mark)
-    advice = 'bring it back, or set deployment.memory = "anew" to begin with none'
+    advice = 'restore it, or set deployment.memory = "anew" to start without memory'
     with pytest.raises(MemoryLostError, match=f"^its memory of round 3 is {loss}; {advice}$"):
         recall(shelf, mark, anew=False)
-    assert recall(shelf, mark, anew=True) == (None, f"its memory of round 3 is {loss}; it began anew")
+    assert recall(shelf, mark, anew=True) == (None, f"its memory of round 3 is {loss}; it started without memory")
 
 
 @given(st.data())

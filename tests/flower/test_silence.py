@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 
 from fedflat.errors import TrainingError
@@ -128,7 +129,7 @@ def test_an_upload_of_other_samples_than_hellos_is_refused(deployed, loopback, s
     recipe = small("server.rounds=1", "server.cohort=4")
     _, (record,) = deployed(recipe, answering(loopback.InProcess, "train", changed({"samples": 10**9})))
     (refusal,) = record["refused"]
-    assert refusal["reason"] == "weight" and "samples = 1000000000, but it said" in refusal["detail"]
+    assert refusal["reason"] == "weight" and "samples = 1000000000, but its hello said" in refusal["detail"]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def eigenvalue(forged):
 
 
 NOT_FINITE = "answer has entries that are not finite"
-FORGED = {1e37: "beyond reason", 5e5: "beyond reason", float("nan"): NOT_FINITE, float("inf"): NOT_FINITE}
+FORGED = {1e37: "not plausible", 5e5: "not plausible", float("nan"): NOT_FINITE, float("inf"): NOT_FINITE}
 
 
 @pytest.mark.parametrize(("forged", "why"), FORGED.items())
@@ -214,6 +215,19 @@ def test_a_forged_curvature_is_not_believed(deployed, loopback, small, forged, w
     assert f"client {BAD}" in record["sharpness_missing"] and why in record["sharpness_missing"]
 
 
+@pytest.mark.parametrize("forged", FORGED)
+def test_nor_is_a_forged_eigenvalue(deployed, loopback, small, forged):
+    def answer(message, honest):
+        (reply,) = honest(message)
+        reply.content["vectors"]["answer"] = flwr.Array(np.array([forged], dtype="float32"))
+        return [reply]
+
+    recipe = small("server.rounds=1", "server.cohort=4", 'evaluation.measures=["local_curvature"]')
+    allowed = "[answers]\ncurvature = 9\nmin_samples = 1"
+    _, (record,) = deployed(recipe, answering(loopback.InProcess, "query.curvature", answer), policy=allowed)
+    assert record["local_lambda1"] is None and BAD in record["cohort"]
+
+
 def test_an_answer_of_another_shape_is_not_read(deployed, loopback, small):
     def longer(message, honest):
         (reply,) = honest(message)
@@ -222,4 +236,4 @@ def test_an_answer_of_another_shape_is_not_read(deployed, loopback, small):
 
     recipe = small("server.rounds=1", "evaluation.sharpness=1")
     _, (record,) = deployed(recipe, answering(loopback.InProcess, "query.hessian", longer))
-    assert record["lambda1"] is None and "where 2,4" in record["sharpness_missing"]
+    assert record["lambda1"] is None and "need only 2,4" in record["sharpness_missing"]

@@ -85,6 +85,29 @@ def test_a_product_of_lower_rank_keeps_the_rest_of_a():
         torch.testing.assert_close(new_b, clients[0][1], rtol=1e-10, atol=1e-12)
 
 
+def test_the_rest_of_a_is_what_lies_farthest_from_the_rows_of_the_product():
+    """P has only the first row of A, which is by far the longest; the two short ones stay."""
+    a = torch.diag(torch.tensor([9.0, 2.0, 1.0], dtype=torch.float64))
+    b = torch.tensor([[1.0, 0, 0], [2.0, 0, 0]], dtype=torch.float64)
+    new_a, new_b = refactored([(a, b)] * 2, [0.5, 0.5])
+    torch.testing.assert_close(new_a, a, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(new_b, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e7])
+def test_the_factors_scale_with_the_clients_factors(scale):
+    """Which singular values are negligible, and which of A's are lifted, is a matter of their ratios."""
+    a, b = drawn(2, 8), drawn(6, 2, seed=1)
+    clients = [(a, b), (-a + 1e-5 * drawn(2, 8, seed=2), -b)]  # the mean of the A is short and nearly of rank one
+    expected_a, expected_b = refactored(clients, [0.5, 0.5])
+    new_a, new_b = refactored([(scale * a, b) for a, b in clients], [0.5, 0.5])
+    torch.testing.assert_close(new_a / scale, expected_a, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(new_b, expected_b, rtol=1e-8, atol=1e-8 * float(expected_b.norm()))
+    new_a, new_b = refactored([(a, scale * b) for a, b in clients], [0.5, 0.5])
+    torch.testing.assert_close(new_a, expected_a, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(new_b / scale, expected_b, rtol=1e-8, atol=1e-8 * float(expected_b.norm()))
+
+
 def test_nearly_dependent_rows_do_not_blow_up():
     """A's mean may be nearly orthogonal to the rows of P; its smallest singular value is then lifted."""
     a, b = drawn(2, 8), drawn(6, 2, seed=1)

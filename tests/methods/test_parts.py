@@ -50,6 +50,7 @@ from fedflat.methods.parts import (
 )
 from fedflat.methods.parts.ascent import along
 from fedflat.methods.parts.proximal import shape
+from fedflat.methods.parts.server_step import MANY
 from fedflat.methods.uploads import Upload, collect
 from fedflat.models.vector import Network
 from fedflat.rounds.interface import one_thread
@@ -1046,3 +1047,18 @@ def test_fednova_averages_updates_per_step(facts):
         tau += p * (steps if "decay" in facts else a)
     move, _ = part.merge(0 * W, ServerView(W, W, 0, 10), collect(uploads, "samples"))
     torch.testing.assert_close(move, tau * total, rtol=1e-12, atol=0)
+
+
+def normaliser(rule):
+    upload, _ = NormalisedAveraging().report(
+        Upload(0, 1, rule.steps, rule.lr, 0.0, W), {}, {}, Outcome(W, 0.0, rule, {}, {})
+    )
+    return upload["normaliser"][0].item()
+
+
+def test_fednovas_normaliser_goes_on_beyond_the_steps_that_are_summed_one_by_one():
+    """a ← (1 − η μ) a + 1 from the last sum to the first closed form; a step that is no contraction counts as one."""
+    last, first = (normaliser(LocalRule(0.1, MANY + more, decay=2e-5, spring=1e-5)) for more in (0, 1))
+    assert first == pytest.approx((1 - 3e-6) * last + 1, rel=1e-9)
+    assert first < 0.9 * MANY
+    assert [normaliser(LocalRule(0.1, MANY + 1, decay=decay)) for decay in (1e-30, 20.0, 50.0)] == [MANY + 1] * 3

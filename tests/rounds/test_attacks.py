@@ -2,9 +2,11 @@
 
 import json
 import math
+import re
 import time
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from statistics import median
 from typing import ClassVar
 
 import pytest
@@ -14,18 +16,22 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from fedflat import Dataset, Federation, Part, Samples, train
+from fedflat import Dataset, Federation, Part, Samples, federate, train
 from fedflat.engine.inline import Inline
 from fedflat.errors import DataError
 from fedflat.methods.chain import Method
 from fedflat.methods.parser import parse
 from fedflat.methods.uploads import Upload
+from fedflat.models import build
 from fedflat.models.vector import Network
-from fedflat.recipe import Admission, Evaluation, Local, Server
-from fedflat.rounds.admission import NOTES, check_samples, counted_samples
+from fedflat.recipe import Admission, Deployment, Evaluation, Local, Server
+from fedflat.rounds.admission import check_samples, counted_samples
+from fedflat.rounds.faults import NOTES
+from fedflat.rounds.medians import NORMS
 from fedflat.rounds.metrics import flat_record
-from fedflat.rounds.server import NORMS, conduct, first_state
+from fedflat.rounds.server import conduct, first_state
 from fedflat.rounds.setup import Problem, Refusal
+from fedflat.runs.manifest import Checkpoint
 
 SIZES = (3, 4, 5, 6, 5)
 SIZE = 6  # parameters
@@ -45,14 +51,16 @@ class Claimed(Federation):
         return sorted(clients)
 
 
-def problem(method="scaffold + fednova", trusted=False, kind=Federation, **local):
+def problem(method="scaffold + fednova", trusted=False, kind=Federation, outlier=None, **local):
     chance = torch.Generator().manual_seed(0)
     samples = Samples(torch.randn(sum(SIZES), 2, generator=chance), torch.arange(sum(SIZES)) % 2)
     federation = kind(Dataset("few", samples, samples, 2, (), ()), torch.arange(sum(SIZES)).split(list(SIZES)))
     torch.manual_seed(0)
     method = parse(method) if isinstance(method, str) else method
     network = Network(nn.Sequential(nn.Linear(2, 2)))
-    return Problem.of(federation, network, method, Local(**{"batch": 1, "lr": 0.1, **local}), deployed=not trusted)
+    made = Problem.of(federation, network, method, Local(**{"batch": 1, "lr": 0.1, **local}), deployed=not trusted)
+    loose = {} if outlier is None else {"deployment": Deployment(outlier=outlier)}
+    return replace(made, recipe=made.recipe.model_copy(update=loose))
 
 
 def honest(task, client, scale=1.0, **changes):
@@ -190,7 +198,7 @@ def test_fednovas_normaliser_follows_from_the_steps(normaliser):
 
 @pytest.mark.parametrize("method", ["fedswa", "perfedavg", "fedcm(momentum_aware=True)", "fednova + fedprox", "feddc"])
 def test_what_the_server_expects_is_what_a_client_of_the_real_engine_says(method):
-    task = problem(method, momentum=0.5, lr_decay=0.9, epochs=2)
+    task = problem(method, momentum=0.5, lr_decay=0.9, epochs=2, outlier=0.0)
     state = first_state(task)
     with closing(Inline(task)) as engine:
         for _ in range(2):
@@ -215,7 +223,7 @@ def test_a_claim_of_a_billion_samples_in_its_hello_does_not_own_the_average(monk
     first = first_state(task)
     moved = {}
     for share in (0.0, 2.0):
-        state, report = after(task, [*uploads, liar], limits=Admission(max_share=share, outlier=0.0))
+        state, report = after(task, [*uploads, liar], limits=Admission(max_share=share))
         assert report.refused == []
         moved[share] = float((state.weights - first.weights).max())
     assert moved[0.0] == pytest.approx(1, abs=1e-5)
@@ -231,7 +239,7 @@ def test_nor_do_the_steps_of_too_many_samples_scale_what_all_others_send(monkeyp
     uploads, first = [*(honest(task, i) for i in range(3)), liar], first_state(task)
     moved = {}
     for share in (0.0, 10.0):
-        state, report = after(task, uploads, limits=Admission(max_share=share, outlier=0.0), average="uniform")
+        state, report = after(task, uploads, limits=Admission(max_share=share), average="uniform")
         assert report.refused == []
         moved[share] = float((state.weights - first.weights).norm())
     longest = max(upload.norm for upload in uploads)
@@ -351,14 +359,25 @@ def test_by_default_an_update_far_beyond_the_running_median_is_refused(measures)
     state, report = after(task, [long(task, i, 1.0) for i in range(4)], measures=measures)
     assert report.refused == []
     assert [float(x) for x in state.vectors[NORMS]] == [0, 0, 0, 0, pytest.approx(1.0)]
-    _, report = after(task, [*(long(task, i, 1.0) for i in range(4)), long(task, 4, 80.0)], state, measures=measures)
+    _, report = after(task, [*(long(task, i, 1.0) for i in range(4)), long(task, 4, 8.0)], state, measures=measures)
     assert refusals(report) == [(4, "norm")]
-    assert report.refused[0].detail == "‖Δ‖ = 80 is more than 50 × the cohorts' running median 1"
+    assert report.refused[0].detail == "‖Δ‖ = 8 is more than 5 × the cohorts' running median 1"
+
+
+@pytest.mark.parametrize(("trusted", "outlier", "refused"), [
+    (False, None, [8.0, 40.0, 80.0]), (False, 20.0, [40.0, 80.0]), (False, 0.0, []),
+    (True, None, [80.0]), (True, 5.0, [80.0]),
+])  # fmt: skip
+def test_a_deployment_has_a_limit_of_its_own_and_a_simulation_a_wide_one(trusted, outlier, refused):
+    task = problem("fedavg", trusted=trusted, outlier=outlier)
+    for norm in (3.0, 8.0, 40.0, 80.0):
+        _, report = after(task, [*(long(task, i, 1.0) for i in range(4)), long(task, 4, norm)])
+        assert refusals(report) == [(4, "norm")] * (norm in refused)
 
 
 def test_in_the_first_round_it_is_the_cohorts_own_median():
     task = problem("fedavg")
-    _, report = after(task, [*(long(task, i, 1.0) for i in range(4)), long(task, 4, 80.0)], measures=())
+    _, report = after(task, [*(long(task, i, 1.0) for i in range(4)), long(task, 4, 8.0)], measures=())
     assert refusals(report) == [(4, "norm")]
     _, report = after(task, [long(task, 0, 1.0), long(task, 1, 1000.0)], measures=())
     assert report.refused == [], "of two nobody can say which one lies"
@@ -373,15 +392,106 @@ def test_in_a_small_cohort_the_rounds_before_remember():
 
 def test_when_all_norms_grow_at_once_nobody_is_an_outlier():
     task = problem("fedavg")
-    state, _ = after(task, [long(task, i, 1.0) for i in range(4)])
-    _, report = after(task, [long(task, i, 80.0) for i in range(4)], state)
+    for measures in [("consistency",), ()]:
+        state, _ = after(task, [long(task, i, 1.0) for i in range(4)], measures=measures)
+        _, report = after(task, [long(task, i, 80.0) for i in range(4)], state, measures=measures)
+        assert report.refused == []
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_running_median_falls_slowly(trusted):
+    """Honest updates become short one after the other, and the last long ones are not outliers: a new median counts as
+    95 % of the running one at least, so that the median of five falls to 95 % every third round."""
+    task = problem("fedavg", trusted=trusted)
+    state, seen = first_state(task), []
+    for round in range(12):
+        norm = 1.0 if round < 5 else 0.01
+        state, report = after(task, [long(task, i, norm) for i in range(4)], state)
+        seen.append(float(state.vectors[NORMS].quantile(0.5)))
+    fallen = [0.95] * 3 + [0.95**2] * 2
+    assert seen == pytest.approx([0.0, 0.0, *[1.0] * 5, *fallen], rel=1e-5)
+    _, report = after(task, [*(long(task, i, 0.01) for i in range(4)), long(task, 4, 4.0)], state)
     assert report.refused == []
 
 
 def test_who_has_more_steps_than_the_mean_client_may_go_further():
     task = problem("fedavg")
-    _, report = after(task, [*(long(task, i, 1.0) for i in range(3)), long(task, 3, 56.0), long(task, 4, 57.0)])
-    assert refusals(report) == [(4, "norm")], "six steps where a mean client has five allow 60; five allow 50"
+    _, report = after(task, [*(long(task, i, 1.0) for i in range(3)), long(task, 3, 5.6), long(task, 4, 5.7)])
+    assert refusals(report) == [(4, "norm")], "six steps where a mean client has five allow 6; five allow 5"
+
+
+def test_a_vector_beside_an_honest_update_has_its_own_running_median():
+    """SCAFFOLD's control variate reaches every client in the next round, so an honest Δ must not let a false one in."""
+    task = problem("scaffold")
+    crowd = [honest(task, i) for i in range(4)]
+    middle = median(float(upload["control_change"].norm()) for upload in crowd)
+    liar = honest(task, 4)
+    liar = replace(liar, vectors={"control_change": -1000 * liar["control_change"]})
+    for state in (first_state(task), after(task, crowd)[0]):
+        _, report = after(task, [*crowd, liar], state)
+        assert refusals(report) == [(4, "norm")]
+        found = re.fullmatch(r"‖control_change‖ = \S+ is more than 25 × the cohorts' running median (\S+)",
+                             report.refused[0].detail)  # fmt: skip
+        assert middle / 2 < float(found[1]) < 2 * middle
+
+
+class Flipping(Inline):
+    """An engine one of whose ten clients sends −10 times its honest update."""
+
+    def local_rounds(self, broadcast, cohort):
+        for upload in super().local_rounds(broadcast, cohort):
+            vectors = {name: -10 * vector for name, vector in upload.vectors.items()}
+            yield replace(upload, delta=-10 * upload.delta, vectors=vectors) if upload.client == 0 else upload
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedsmoo"])
+def test_one_client_of_ten_that_flips_and_scales_its_update_by_ten_spoils_nothing(method):
+    found = {}
+    for kind, deployed in (Inline, True), (Flipping, True), (Flipping, False):
+        federation = federate("digits", clients=10, alpha=0.5)
+        network = Network(build("mlp", (1, 8, 8), 10, torch.Generator().manual_seed(0), hidden=[16]))
+        task = Problem.of(federation, network, parse(method), Local(steps=5, batch=0, lr=0.3), deployed=deployed)
+        state = first_state(task)
+        with closing(kind(task)) as engine:
+            for _ in range(10):
+                state, _ = conduct(task, state, engine, range(10), Server(cohort=10))
+            found[kind, deployed] = engine.score(state, "test", 500).values["accuracy"]
+    assert found[Inline, True] > 0.85 and found[Flipping, True] > found[Inline, True] - 0.05
+    assert found[Flipping, False] < 0.5, "where the limit is wide, the attack works"
+
+
+class Boasting(Federation):
+    """A federation whose first client said in its hello that it has a billion samples."""
+
+    def samples(self, client):
+        return 10**9 if client == 0 else super().samples(client)
+
+
+class Reversing(Inline):
+    """An engine whose first client sends minus its honest update, as one of a billion samples."""
+
+    def local_rounds(self, broadcast, cohort):
+        for upload in super().local_rounds(broadcast, cohort):
+            yield replace(upload, delta=-upload.delta, samples=10**9) if upload.client == 0 else upload
+
+
+def test_one_that_claims_a_billion_samples_in_its_hello_and_flips_its_update_does_not_take_the_run_to_chance():
+    """It counts for three median clients of twelve, and costs much; as ten of nineteen it would take everything."""
+    found, federation = {}, federate("digits", clients=10, alpha=0.5)
+    boasting = Boasting(**{field.name: getattr(federation, field.name) for field in fields(federation)})
+    for kind, share in (Reversing, 3.0), (Reversing, 10.0), (Reversing, 1.0):
+        network = Network(build("mlp", (1, 8, 8), 10, torch.Generator().manual_seed(0), hidden=[16]))
+        task = Problem.of(boasting, network, parse("fedavg"), Local(steps=5, batch=0, lr=0.3), deployed=True)
+        state = first_state(task)
+        with closing(kind(task)) as engine:
+            for _ in range(10):
+                limits = Admission(max_share=share)
+                state, report = conduct(task, state, engine, range(10), Server(cohort=10), limits=limits)
+                assert report.refused == []
+            found[kind, share] = engine.score(state, "test", 500).values["accuracy"]
+    assert Admission().max_share == 3.0
+    assert found[Reversing, 10.0] < 0.2 < 0.45 < found[Reversing, 3.0] < found[Reversing, 1.0]
+    assert found[Reversing, 1.0] > 0.85
 
 
 def test_a_private_sum_compares_nobody():
@@ -400,6 +510,55 @@ def test_the_running_median_is_in_the_checkpoint_and_a_resumed_run_has_the_same(
     norms = [each[f"state.{NORMS}"] for each in kept]
     assert torch.equal(*norms)
     assert int((norms[0] > 0).sum()) == 4
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_medians_of_the_other_vectors(monkeypatch, tmp_path):
+    task, other = problem("scaffold"), f"{NORMS}.control_change"
+    first, (state, _) = first_state(task), after(task, [honest(task, i) for i in range(4)], first_state(task))
+    assert not first.vectors[other].any() and state.vectors[other].any()
+    stored = {"weights": state.weights, "buffers": state.buffers}
+    stored |= {f"state.{name}": vector for name, vector in state.vectors.items() if name != other}
+    monkeypatch.setattr(Checkpoint, "_read", lambda *_: stored)
+    found = Checkpoint(tmp_path, {"round": 1, "schema": 2, "server": {"file": "x"}}).state(first)
+    assert torch.equal(found.vectors[other], first.vectors[other])
+    assert torch.equal(found.vectors[NORMS], state.vectors[NORMS])
+    assert first_state(problem("scaffold", trusted=True)).vectors.keys() == first.vectors.keys() - {other}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Means of squares
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_moment_below_zero_is_refused():
+    """Its mean may be negative too: the root of it is NaN, and no client could take a step any more."""
+    task = problem("fedadamw")
+    crowd = [honest(task, i) for i in range(5)]
+    crowd = [replace(upload, vectors={"square": upload["square"].abs()}) for upload in crowd]
+    liar = replace(crowd[4], vectors={"square": -9 * crowd[4]["square"]})
+    assert not any((after(task, [*crowd[:4], last])[0].vectors["square"] < 0).any() for last in (crowd[4], liar))
+    _, report = after(task, [*crowd[:4], liar])
+    assert [(r.client, r.reason, r.detail) for r in report.refused] == [
+        (4, "weight", "square has negative entries, but is a mean of squares")]  # fmt: skip
+
+
+def test_nor_may_a_variance_of_batch_norm_be_negative():
+    class Net(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    task = problem("fedavg")
+    task = Problem.of(task.federation, Network(Net()), parse("fedavg"), task.recipe.local, deployed=True)
+    crowd = [honest(task, i) for i in range(5)]
+    crowd = [replace(upload, vectors={"buffers": upload["buffers"].abs() + 1}) for upload in crowd]
+    spoilt = crowd[4]["buffers"].clone()
+    task.network.buffer_layout.views(spoilt)["1.running_var"].neg_()
+    _, report = after(task, [*crowd[:4], replace(crowd[4], vectors={"buffers": spoilt})])
+    assert [(r.client, r.detail) for r in report.refused] == [
+        (4, "1.running_var has negative entries, but is a mean of squares")]  # fmt: skip
+    spoilt = crowd[4]["buffers"].clone()
+    task.network.buffer_layout.views(spoilt)["1.running_mean"].neg_()
+    assert after(task, [*crowd[:4], replace(crowd[4], vectors={"buffers": spoilt})])[1].refused == []
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from fedflat.cli import app
 from fedflat.errors import RecipeError, RunError
@@ -137,6 +138,32 @@ def test_an_interval_covers_the_true_effect_in_19_of_20_repetitions():
     assert 0.93 < np.mean([each.low <= 0.3 <= each.high for each in found]) < 0.97
 
 
+def test_seeds_added_after_a_look_keep_the_error_rate_only_without_the_seeds_that_were_looked_at():
+    """No effect at all: five seeds, then one more at a time until it is decided, or eight new ones at once."""
+    chance = np.random.default_rng(11)
+    stretched, fresh = 0, 0
+    for _ in range(REPETITIONS):
+        effects = chance.normal(0, 1, 25)
+        stretched += any(judge(effects[:n], 0.0, "higher").word != "undecided" for n in range(5, 26))
+        fresh += judge(effects[5:13], 0.0, "higher").word != "undecided"
+    # 5 % of 200 are 10; more than 20 would be one case in a thousand.
+    assert fresh <= 20 < stretched
+
+
+def test_the_pilots_seeds_do_not_count(bench, evidence):
+    _, written = bench
+    whole, later = judged(written(CLAIM), evidence), judged(written(f"pilot = [0]\n{CLAIM}", "later"), evidence)
+    assert (later.runs, later.known, later.effects[0].finding.seeds) == (4, 4, 2)
+    assert later.effects[0].values == whole.effects[0].values[1:] and later.hours < whole.hours
+    part = CLAIM[CLAIM.index("[[part]]") :]
+    ranked = '\n[ranking]\nquantity = "loss"\nmeasures = ["accuracy_last"]\nstudies = ["rates"]\n'
+    (effect,) = judged(written(f"pilot = [2]\n{CLAIM.replace(part, ranked)}", "ranked"), evidence).effects
+    assert effect.finding.seeds == 2
+    path = written(f"pilot = [0, 1, 2]\n{CLAIM}", "none")
+    with pytest.raises(RecipeError, match="no run of the study rates outside of the pilot"):
+        load_studies(load_claim(path), path.parent)
+
+
 def test_a_claim_of_many_parts_keeps_the_error_rate_of_one():
     """Eight parts exactly at the bound: without a correction one in six claims would be refuted."""
     chance = np.random.default_rng(7)
@@ -254,9 +281,50 @@ def test_a_measure_that_ranks_by_construction_has_tau_one_and_noise_has_none():
     chance = np.random.default_rng(0)
     clusters = [[(x, 2 * x + 5 * cluster) for x in chance.normal(size=6)] for cluster in range(8)]
     within = [[(x, y - 5 * cluster) for x, y in each] for cluster, each in enumerate(clusters)]
-    assert pooled_tau(within) == (1.0, 1.0, 1.0)
-    tau, low, high = pooled_tau([[(x, chance.normal()) for x, _ in each] for each in clusters])
+    assert pooled_tau([within]) == (1.0, 1.0, 1.0)
+    tau, low, high = pooled_tau([[[(x, chance.normal()) for x, _ in each] for each in clusters]])
     assert low < 0 < high and low <= tau <= high
+
+
+def seeds_of(chance, m, case, methods=10):
+    """Runs of m seeds, in which a measure and a quantity agree to some degree."""
+    for number in range(m):
+        x, noise, (a, b) = chance.normal(size=methods), chance.normal(size=methods), chance.normal(size=2)
+        if case == "settings that differ":  # two studies, far apart in both values
+            x, noise = x + 3 * (2 * number > m) + 0.3 * a, noise + 2 * (2 * number > m) + 0.3 * b
+        slope = {"unrelated": 0.0, "seeds that differ": 0.5 + 0.7 * a, "nearly the same order": 2.0}.get(case, 0.4)
+        yield list(zip(x, slope * x + noise, strict=True))
+
+
+@pytest.mark.parametrize("m", [5, 10])
+@pytest.mark.parametrize("case", ["unrelated", "seeds that differ", "nearly the same order", "settings that differ"])
+def test_the_interval_of_tau_over_all_runs_covers_its_expectation_in_95_of_100_repetitions(case, m):
+    chance = np.random.default_rng(11)
+    found = []
+    for _ in range(400):
+        seeds, first = [*seeds_of(chance, m, case)], m // 2 + 1
+        found.append(pooled_tau([seeds[:first], seeds[first:]] if case == "settings that differ" else [seeds]))
+    expected = np.mean([tau for tau, _, _ in found])
+    assert 0.93 <= np.mean([low <= expected <= high for _, low, high in found]) <= 0.97
+
+
+def test_the_ends_of_tau_are_students_for_the_jackknife_on_the_scale_of_artanh():
+    seeds = [*seeds_of(np.random.default_rng(1), 6, "unrelated")]
+
+    def z(some):
+        x, y = np.concatenate(some).T
+        return np.arctanh(stats.kendalltau(x, y).statistic)
+
+    left_out = [z(seeds[:i] + seeds[i + 1 :]) for i in range(6)]
+    two, four = (25 / 36 * m**2 / (m - 1) * np.var(some) for m, some in ((2, left_out[:2]), (4, left_out[2:])))
+    welch = (two + four) ** 2 / (two**2 + four**2 / 3)
+    for studies, freedom, variance in (
+        ([seeds], 5, 5 * np.var(left_out)),
+        ([seeds[:2], seeds[2:]], welch, two + four),
+    ):
+        reach = stats.t.ppf(0.975, freedom) * np.sqrt(variance)
+        assert pooled_tau(studies) == pytest.approx(np.tanh([z(seeds), z(seeds) - reach, z(seeds) + reach]))
+    assert all(map(np.isnan, pooled_tau([seeds[:1], seeds[1:]])[1:])), "one seed of a study has no spread"
 
 
 @pytest.mark.parametrize("name", shipped_claims())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets as hub
 import numpy as np
 import onnx
 import onnxruntime
@@ -164,6 +165,54 @@ def test_a_run_on_text_is_read_again_and_exported_with_its_card(network, tmp_pat
         assert given.dtype == torch.int64 and given.shape == (4, 12) and int(given.max()) < vocabulary
         assert logits.shape == ((4, 12, vocabulary) if every else (4, vocabulary))
         torch.testing.assert_close(logits, again.network.module(given).detach(), rtol=0, atol=1e-5)
+
+
+LABELLED = ["data.window=8", "data.words=20", *SMALL["gpt"][:-1]]
+
+
+@pytest.mark.parametrize(
+    ("network", "kind"), [("char-lstm", "next"), ("lora", "every"), ("labelled", "label"), ("in memory", "label")]
+)
+def test_an_export_reads_text_and_names_what_it_predicts(network, kind, tmp_path):
+    """The texts of the test samples, through the card's code alone, give their token ids and the model's answers."""
+    rows = [{"text": f"{'Good' if n % 3 else 'A bad'} day, {n % 7} times; no more than that?"} for n in range(30)]
+    rows = [
+        {**row, **({"label": "fine" if n % 3 else "poor"} if kind == "label" else {})} for n, row in enumerate(rows)
+    ]
+    if network == "in memory":  # kept beside the run, with its tokenizer
+        clients = fedflat.federate(hub.Dataset.from_list(rows), "iid", 3, words=20, window=8)
+        small = dict(model_width=8, model_heads=2, model_layers=1, rounds=1, steps=2, engine="inline")
+        fedflat.train(clients, "gpt", out=tmp_path / "run", **small)
+    else:
+        (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = LABELLED if kind == "label" else ["data.window=12", "data.stride=12", *SMALL[network]]
+        data = ["data.name=jsonl", f"data.dir={tmp_path / 'texts.jsonl'}", "split.name=iid", "split.clients=3"]
+        execute(prepare(load(None, [*QUICK, *data, *options])), tmp_path / "run")
+    problem = load_run(tmp_path / "run")
+    samples, tokenizer = problem.federation.dataset.test, problem.federation.dataset.tokenizer
+    glue = " " if kind == "label" else ""
+    rows = [[tokenizer.tokens[k] for k in row if k >= 0] for row in samples.inputs.tolist()]
+    # Of a longer text, the beginning has a label, and the end has a next token.
+    more = ([], ["and", "more"]) if kind == "label" else (["and", "more"], [])
+    texts = [glue.join([*more[0], *row, *more[1]] if len(row) == samples.inputs.shape[1] else row) for row in rows]
+    assert sum("more" in text for text in texts) > 2
+    files = {path.name: path for path in export(tmp_path / "run", onnx=False, out=tmp_path / "shared")}
+    card = files["README.md"].read_text("utf-8")
+    (piece,) = re.findall(r"```python\n(.*?)```", card, re.S)
+    piece, changed = re.subn(r"^texts = .*$", "texts = json.load(open('texts.json'))", piece, flags=re.M)
+    assert changed == 1 and "which no privacy mechanism protects" in card
+    (tmp_path / "shared" / "texts.json").write_text(json.dumps(texts))
+    out = "json.dump([tokens.tolist(), predicted], open('told.json', 'w'))"
+    whole = f"import sys\nsys.modules['fedflat'] = None\n{piece}\n{out}"
+    subprocess.run([sys.executable, "-c", whole], cwd=tmp_path / "shared", check=True, timeout=120)
+    tokens, predicted = json.loads((tmp_path / "shared" / "told.json").read_text())
+    assert tokens == samples.inputs.tolist()
+    with torch.no_grad():
+        logits = problem.network.module.eval()(samples.inputs.long())
+    ends = (samples.inputs >= 0).sum(dim=1) - 1
+    best = (logits[torch.arange(len(ends)), ends] if kind == "every" else logits).argmax(dim=1).tolist()
+    assert predicted == [("fine", "poor")[k] if kind == "label" else tokenizer.tokens[k] for k in best]
+    assert json.loads(files["vocabulary.json"].read_text("utf-8"))["tokens"] == tokenizer.tokens
 
 
 @pytest.mark.parametrize("option", ["per_token=true", "classes=3", "vocabulary=9", "shape=[3]"])

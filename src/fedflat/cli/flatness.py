@@ -100,6 +100,7 @@ def flatness(
     """
     from fedflat import flatness as flat
     from fedflat.errors import RecipeError
+    from fedflat.flatness.measure import NAMES
     from fedflat.flatness.spectral import draw_density
     from fedflat.runs.build import load_run
 
@@ -147,7 +148,7 @@ def flatness(
             _keep(run, rows[-1])
     compared = differences(rows, recipes)
     if picture:
-        draw_density(densities, picture)
+        draw_density(densities, picture, NAMES[matrix.value])
     if as_json:
         told = {"measured": _measured(rows), "k": k, "bias": bias, "matrix": matrix.value, "runs": rows}
         print_json(told | ({"differences": [asdict(each) for each in compared]} if compared else {}))

@@ -72,7 +72,7 @@ def keys(
         told = f"{files[1]}: renewed for {days} days; restart the SuperLink with it"
         out.print(told, markup=False, highlight=False, soft_wrap=True)
         return
-    count = clients or load(_recipe_of(directory, "; give its folder, or say --clients")).split.clients
+    count = clients or load(_recipe_of(directory, "; give the folder of an app, or set --clients")).split.clients
     written = made.write_keys(directory / "keys", hosts, count, days)
     out.print(
         f"{directory}/keys: {len(written)} files; keep ca.key offline", markup=False, highlight=False, soft_wrap=True
@@ -109,7 +109,7 @@ def digest(directory: Annotated[Path, typer.Argument(help="folder of the app")])
     from fedflat.flower.policy import digest
     from fedflat.recipe import load
 
-    found = digest(load(_recipe_of(directory, "; give its folder")))
+    found = digest(load(_recipe_of(directory, "; give the folder of an app")))
     out.print(f"sha256:{found}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -117,7 +117,7 @@ def _recipe_of(directory: Path, advice: str) -> Path:
     """The recipe of the app in a folder."""
     for found in directory.glob("*/recipe.toml"):
         return found
-    raise RecipeError(f"{directory}: no app is here (no recipe.toml){advice}")
+    raise RecipeError(f"{directory}: contains no app (no recipe.toml){advice}")
 
 
 def need_flower() -> None:

@@ -18,28 +18,25 @@ import torch
 from torch import Tensor
 
 from fedflat.engine.heap import keep_freed_memory, settled_worker
+from fedflat.engine.in_process import InProcess
 from fedflat.engine.shared import Failure
 from fedflat.engine.wire_format import Arrays, arrays, numbers, vectors
 from fedflat.errors import FedflatError, RecipeError, TrainingError
 from fedflat.federation import Samples
-from fedflat.local import Vectors
-from fedflat.methods import Upload, Uploads
+from fedflat.methods import Upload
 from fedflat.rounds import (
     FREED,
     About,
     Broadcast,
-    Memory,
     Problem,
     Questions,
     Refusal,
     Score,
-    Scratch,
     ServerState,
     Worker,
     chunks,
     failure,
     groups,
-    misfit_memory,
     one_thread,
     unless_seen,
 )
@@ -50,7 +47,7 @@ POLL = 0.5  # seconds between checks of the deadlines
 Job = tuple[Any, ...]
 
 
-class Cluster:
+class Cluster(InProcess):
     """The Ray engine.
 
     The problem and each round's vectors go into the object store once, and from there once to every node, whose
@@ -75,12 +72,8 @@ class Cluster:
     ) -> None:
         keep_freed_memory(below=FREED)
         self._ray, self._own = _connect(address, workers)
-        self._problem, self._deadline = problem, deadline
-        self._scratch = Scratch(problem.room())
-        self._kept: dict[int, Vectors] = {}
-        self.memory = Memory(
-            self._scratch.path, problem.federation.clients, problem.memory, problem.network.weights.dtype
-        )
+        self._deadline = deadline
+        super().__init__(problem)
         self._store = self._ray.put(_packed(problem, question))
         self._task = self._ray.remote(num_cpus=1, max_retries=RETRIES)(_task)
 
@@ -100,20 +93,8 @@ class Cluster:
                 yield Refusal(clients[0], answer.reason, answer.detail)
             else:
                 for each in answer:
-                    client, kept = each["client"], vectors(each.pop("kept"))
-                    self._kept[client], fault = kept, misfit_memory(kept, self._problem)
-                    yield Refusal(client, *fault) if fault else _completed(each)
-
-    def release(self, client: int) -> None:
-        pass  # it is freed with the upload
-
-    def kept(self, client: int) -> Vectors:
-        return self._kept[client]
-
-    def remember(self, uploads: Uploads) -> None:
-        for upload in uploads:
-            self.memory.keep(upload.client, self._kept[upload.client])
-        self.memory.release(upload.client for upload in uploads)
+                    kept = vectors(each.pop("kept"))
+                    yield self._received(_completed(each), kept)
 
     @unless_seen
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
@@ -171,7 +152,7 @@ class Cluster:
         del self._store
         if self._own:
             self._ray.shutdown()
-        self._scratch.close()
+        super().close()
 
 
 def _connect(address: str | None, workers: int) -> tuple[Any, bool]:

@@ -9,38 +9,30 @@ from operator import add
 from torch import Tensor
 
 from fedflat.engine.heap import settled_worker
-from fedflat.local import Vectors
-from fedflat.methods import Upload, Uploads
+from fedflat.engine.in_process import InProcess
+from fedflat.methods import Upload
 from fedflat.rounds import (
     About,
     Broadcast,
-    Memory,
     Problem,
     Questions,
     Refusal,
     Score,
-    Scratch,
     ServerState,
     chunks,
     failure,
     groups,
-    misfit_memory,
     one_thread,
     unless_seen,
 )
 
 
-class Inline:
+class Inline(InProcess):
     """The engine without worker processes."""
 
     def __init__(self, problem: Problem, question: Questions | None = None) -> None:
-        self._problem = problem
         self._worker = settled_worker(problem, question)
-        self._scratch = Scratch(problem.room())
-        self._kept: dict[int, Vectors] = {}
-        self.memory = Memory(
-            self._scratch.path, problem.federation.clients, problem.memory, problem.network.weights.dtype
-        )
+        super().__init__(problem)
 
     def local_rounds(self, broadcast: Broadcast, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
         self._kept = {}
@@ -58,23 +50,7 @@ class Inline:
             if len(clients) == 1:
                 return [Refusal(clients[0], "raised", failure(error, self._worker.stage), error)]
             return [outcome for client in clients for outcome in self._local_rounds(broadcast, [client])]
-        self._kept |= {upload.client: kept for upload, kept in trained}
-        faults = [misfit_memory(kept, self._problem) for _, kept in trained]
-        return [
-            Refusal(upload.client, *fault) if fault else upload
-            for (upload, _), fault in zip(trained, faults, strict=True)
-        ]
-
-    def release(self, client: int) -> None:
-        pass  # it is freed with the upload
-
-    def kept(self, client: int) -> Vectors:
-        return self._kept[client]
-
-    def remember(self, uploads: Uploads) -> None:
-        for upload in uploads:
-            self.memory.keep(upload.client, self._kept[upload.client])
-        self.memory.release(upload.client for upload in uploads)
+        return [self._received(upload, kept) for upload, kept in trained]
 
     @unless_seen
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
@@ -90,6 +66,3 @@ class Inline:
             with one_thread():
                 answer = self._worker.answer(state.weights, state.buffers, client, vector, about)
             yield client, answer
-
-    def close(self) -> None:
-        self._scratch.close()

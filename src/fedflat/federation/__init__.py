@@ -10,15 +10,18 @@ from fedflat.federation.population import Federation, batch_steps
 from fedflat.federation.raw_inputs import normalised_inputs, take_normalised, taking_raw
 from fedflat.federation.sizes import load_npz, save_npz
 from fedflat.federation.splits import Floats
+from fedflat.federation.text import WORD, Tokenizer, tokenizer_table
 
 __all__ = [
     "DECODED_FOLDER",
     "GIVEN",
+    "WORD",
     "Augment",
     "Dataset",
     "Federation",
     "Floats",
     "Samples",
+    "Tokenizer",
     "batch_steps",
     "federate",
     "known_datasets",
@@ -30,4 +33,5 @@ __all__ = [
     "splits_by",
     "take_normalised",
     "taking_raw",
+    "tokenizer_table",
 ]

@@ -21,6 +21,7 @@ from fedflat.federation.text import (
     Ids,
     Predict,
     Row,
+    Tokenizer,
     Words,
     check_window,
     following,
@@ -92,7 +93,7 @@ def shakespeare(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
 
     owned = {role: _divided(said) for role, said in roles.items()}
     train, test = ([documents(parts[which]) if parts[which] else [] for parts in owned.values()] for which in (0, 1))
-    return _language("shakespeare", train, test, letters.size, window, cut)
+    return _language("shakespeare", train, test, letters, window, cut)
 
 
 def plain_text(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
@@ -180,7 +181,8 @@ def of_rows(name: str, train: Sequence[Row], test: Sequence[Row] | None, cut: Cu
         labels = torch.tensor([number[row.label or ""] for row in some])
         return Samples(torch.from_numpy(inputs), labels, _owners(some, owner))
 
-    return Dataset(name, samples(train), samples(test), len(classes), (), (), tokens.size)
+    parts = samples(train), samples(test)
+    return Dataset(name, *parts, len(classes), (), (), tokens.size, tokenizer=tokens, labels=tuple(classes))
 
 
 def _documents(name: str, train: Sequence[Row], test: Sequence[Row], cut: Cut) -> Dataset:
@@ -194,7 +196,7 @@ def _documents(name: str, train: Sequence[Row], test: Sequence[Row], cut: Cut) -
             lists[owner[row.client]].append(tokens.encode(row.text))
         return lists
 
-    return _language(name, owned(train), owned(test), tokens.size, cut.window or 80, cut)
+    return _language(name, owned(train), owned(test), tokens, cut.window or 80, cut)
 
 
 def _language_of(name: str, texts: Sequence[str], cut: Cut) -> Dataset:
@@ -206,11 +208,11 @@ def _language_of(name: str, texts: Sequence[str], cut: Cut) -> Dataset:
         [[each[:end]] for each, end in zip(ids, ends, strict=True)],
         [[each[end:]] for each, end in zip(ids, ends, strict=True)],
     )
-    return _language(name, train, test, tokens.size, cut.window or 80, cut)
+    return _language(name, train, test, tokens, cut.window or 80, cut)
 
 
 def _language(
-    name: str, train: Sequence[Sequence[Ids]], test: Sequence[Sequence[Ids]], vocabulary: int, window: int, cut: Cut
+    name: str, train: Sequence[Sequence[Ids]], test: Sequence[Sequence[Ids]], tokens: Tokenizer, window: int, cut: Cut
 ) -> Dataset:
     """Samples that predict tokens, from the documents of each owner."""
 
@@ -220,12 +222,12 @@ def _language(
         if not found:
             raise DataError(f"{name}: no text for {part} is longer than a window of {window}")
         owners = np.concatenate([np.full(len(y), number) for number, _, y in found])
-        inputs = narrow(np.concatenate([x for _, x, _ in found]), vocabulary)
+        inputs = narrow(np.concatenate([x for _, x, _ in found]), tokens.size)
         labels = np.concatenate([y for *_, y in found])
         return Samples(*map(torch.from_numpy, (inputs, labels, owners)))
 
     parts = samples(train, "training"), samples(test, "testing")
-    return Dataset(name, *parts, vocabulary, (), (), vocabulary, cut.task)
+    return Dataset(name, *parts, tokens.size, (), (), tokens.size, cut.task, tokens)
 
 
 def _divided(said: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedflat.errors import DataError
+from fedflat.federation.text import Tokenizer, tokenizer_of, tokenizer_table
 from fedflat.randomness import generator
 from fedflat.tokens import IGNORED, PADDING, is_tokens
 
@@ -61,6 +64,8 @@ class Dataset:
         std: standard deviation of each channel.
         vocabulary: the number of tokens, if the inputs are token ids.
         task: the task that the labels are for (`fedflat.tasks`), unless a recipe says otherwise.
+        tokenizer: what makes token ids of a text; None if the ids were given.
+        labels: the names of the classes, if the texts have labels.
     """
 
     name: str
@@ -71,8 +76,12 @@ class Dataset:
     std: tuple[float, ...]
     vocabulary: int = 0
     task: str = "classification"
+    tokenizer: Tokenizer | None = None
+    labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.tokenizer and self.tokenizer.size != self.vocabulary:
+            raise DataError(f"{self.name}: its tokenizer has {self.tokenizer.size} tokens, not {self.vocabulary}")
         for part in (self.train, self.test):
             if not len(part):
                 raise DataError(f"{self.name}: it needs at least one training and one test sample")
@@ -115,6 +124,24 @@ class Dataset:
     def shape(self) -> tuple[int, ...]:
         """The shape of one input."""
         return tuple(self.train.inputs.shape[1:])
+
+    def facts(self) -> dict[str, Any]:
+        """Everything but the samples, as a table for JSON."""
+        table = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("train", "test")}
+        return {**table, "tokenizer": self.tokenizer and tokenizer_table(self.tokenizer)}
+
+    @classmethod
+    def of_facts(cls, train: Samples, test: Samples, facts: Mapping[str, Any]) -> Dataset:
+        """Return the data set of these samples and facts. Facts of 0.1 name neither tokenizer nor labels.
+
+        Raises:
+            KeyError, TypeError, ValueError: the facts are not those of a data set.
+        """
+        tokenizer, labels = facts.get("tokenizer"), tuple(map(str, facts.get("labels", ())))
+        mean, std = (tuple(map(float, facts[name])) for name in ("mean", "std"))
+        counts = int(facts["classes"]), mean, std, int(facts["vocabulary"])
+        read = tokenizer_of(tokenizer) if tokenizer else None
+        return cls(str(facts["name"]), train, test, *counts, str(facts["task"]), read, labels)
 
     def class_counts(self) -> list[int] | None:
         """The number of training labels of each class; None if labels are not classes."""

@@ -26,7 +26,6 @@ if sys.platform != "win32":
     import fcntl
 
 DECODED_FOLDER = "FEDFLAT_DECODED"  # the environment variable
-FACTS = [field.name for field in fields(Dataset) if field.name not in ("train", "test")]
 
 
 def decoded_once(read: Callable[[], Dataset], *facts: object) -> Dataset:
@@ -71,7 +70,7 @@ def _store(dataset: Dataset, path: Path) -> None:
     for part, samples in parts.items():
         named = {f"{part}.{field.name}": getattr(samples, field.name) for field in fields(Samples)}
         tensors |= {name: tensor.contiguous() for name, tensor in named.items() if tensor is not None}
-    about = {"about": json.dumps({name: getattr(dataset, name) for name in FACTS})}
+    about = {"about": json.dumps(dataset.facts())}
     aside = path.with_suffix(".part")
     try:
         save_file(tensors, aside, about)
@@ -94,7 +93,6 @@ def _mapped(path: Path) -> Dataset:
             part: Samples(**{n.partition(".")[2]: t for n, t in tensors.items() if n.startswith(f"{part}.")})
             for part in ("train", "test")
         }
-        about |= {name: tuple(about[name]) for name in ("mean", "std")}
-        return Dataset(train=parts["train"], test=parts["test"], **about)
+        return Dataset.of_facts(parts["train"], parts["test"], about)
     except (SafetensorError, KeyError, TypeError, ValueError, FedflatError) as error:
         raise OSError(f"{path}: is not a stored data set ({error})") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ class Packed(Sequence[Tensor]):
 
     def __init__(self, indices: Tensor, sizes: Sequence[int]) -> None:
         self._indices = indices
-        self._ends = torch.tensor([0, *sizes]).cumsum(0)
+        self._ends = np.cumsum([0, *sizes])  # NumPy: its elements are read ten times faster than a tensor's
 
     @classmethod
     def of(cls, vectors: Iterable[Tensor]) -> Packed:
@@ -35,7 +36,12 @@ class Packed(Sequence[Tensor]):
     @property
     def sizes(self) -> Tensor:
         """The number of indices of each vector."""
-        return self._ends.diff()
+        return torch.from_numpy(np.diff(self._ends))
+
+    def size(self, place: int) -> int:
+        """The number of indices of one vector."""
+        begin, end = self._span(place)
+        return end - begin
 
     def empty(self) -> int | None:
         """The place of the first vector without indices, or None."""
@@ -52,7 +58,11 @@ class Packed(Sequence[Tensor]):
     def __getitem__(self, place: int | slice) -> Tensor | Packed:
         if isinstance(place, slice):
             return Packed.of(self[each] for each in range(*place.indices(len(self))))
+        begin, end = self._span(place)
+        return self._indices[begin:end]
+
+    def _span(self, place: int) -> tuple[int, int]:
         if not -len(self) <= place < len(self):
             raise IndexError(f"there are {len(self)} clients, and {place} is not one of them")
-        begin, end = self._ends[place % len(self) :][:2].tolist()
-        return self._indices[begin:end]
+        place %= len(self)
+        return int(self._ends[place]), int(self._ends[place + 1])

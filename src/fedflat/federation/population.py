@@ -81,7 +81,7 @@ class Federation:
 
     def samples(self, client: int) -> int:
         """nᵢ, the number of one client's samples."""
-        return len(self.shard(client))
+        return self._packed.size(client)
 
     def largest_first(self, clients: Sequence[int]) -> list[int]:
         """The clients by descending size, then by index: the order of training and of summing uploads."""

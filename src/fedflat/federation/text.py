@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ from fedflat.tokens import IGNORED, PADDING
 Ids = NDArray[np.int64]
 Predict = Literal["next", "all"]
 LONGEST = 2**30  # bytes of a text file
+WORD = r"\w+|[^\w\s]"  # a word or a punctuation mark
+OTHERS = "�"  # stands for tokens that are not in a vocabulary
 # LEAF's 80 characters, in its order.
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 
@@ -34,11 +36,22 @@ LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmn
 class Alphabet:
     """Characters as tokens. Others count as the last one, as in LEAF's code."""
 
+    unit: ClassVar[str] = "character"
     letters: str
 
     @property
     def size(self) -> int:
         return len(self.letters)
+
+    @property
+    def tokens(self) -> list[str]:
+        """The token of each id."""
+        return [*self.letters]
+
+    @property
+    def unknown(self) -> int:
+        """The id of all other tokens."""
+        return self.size - 1
 
     def encode(self, text: str) -> Ids:
         """Return the ids of a text.
@@ -47,23 +60,30 @@ class Alphabet:
         [1, 0, 2]
         """
         known = {letter: number for number, letter in enumerate(self.letters)}
-        return np.fromiter((known.get(letter, self.size - 1) for letter in text), np.int64, len(text))
+        return np.fromiter((known.get(letter, self.unknown) for letter in text), np.int64, len(text))
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Alphabet:
         """Return the characters of some texts in the order of their code points, and � for all others."""
-        return cls("".join(sorted({letter for text in texts for letter in text} - {"�"})) + "�")
+        return cls("".join(sorted({letter for text in texts for letter in text} - {OTHERS})) + OTHERS)
 
 
 @dataclass(frozen=True)
 class Words:
     """Lower-case words and punctuation marks as tokens; 0 stands for all others."""
 
+    unit: ClassVar[str] = "word"
+    unknown: ClassVar[int] = 0
     words: tuple[str, ...]
 
     @property
     def size(self) -> int:
         return 1 + len(self.words)
+
+    @property
+    def tokens(self) -> list[str]:
+        """The token of each id."""
+        return [OTHERS, *self.words]
 
     def encode(self, text: str) -> Ids:
         """Return the ids of a text.
@@ -72,7 +92,7 @@ class Words:
         [1, 0, 2]
         """
         known = {word: number for number, word in enumerate(self.words, start=1)}
-        return np.array([known.get(word, 0) for word in words_of(text)], np.int64)
+        return np.array([known.get(word, self.unknown) for word in words_of(text)], np.int64)
 
     @classmethod
     def of(cls, texts: Iterable[str], most: int) -> Words:
@@ -83,7 +103,25 @@ class Words:
 
 def words_of(text: str) -> list[str]:
     """Return the words and punctuation marks of a text, in lower case."""
-    return re.findall(r"\w+|[^\w\s]", text.lower())
+    return re.findall(WORD, text.lower())
+
+
+Tokenizer = Alphabet | Words
+
+
+def tokenizer_table(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a tokenizer as a table for JSON: the token of each id, and the id of all others."""
+    return {"unit": tokenizer.unit, "tokens": tokenizer.tokens, "unknown": tokenizer.unknown}
+
+
+def tokenizer_of(table: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer of a table.
+
+    >>> tokenizer_of(tokenizer_table(Words(("a", "."))))
+    Words(words=('a', '.'))
+    """
+    tokens = [str(token) for token in table["tokens"]]
+    return Alphabet("".join(tokens)) if table["unit"] == Alphabet.unit else Words(tuple(tokens[1:]))
 
 
 def following(ids: Ids, window: int, stride: int) -> tuple[Ids, Ids]:

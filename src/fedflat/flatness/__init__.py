@@ -5,7 +5,7 @@ from fedflat.flatness.comparison import Difference, Measurement, paired_differen
 from fedflat.flatness.door import Door, objective_of, of_model
 from fedflat.flatness.dual import binned, correlations, draw_duality
 from fedflat.flatness.duality import Duality, Pairing, decompose
-from fedflat.flatness.federated import FederatedHessian, HessianProduct, Portion, Weights
+from fedflat.flatness.federated import FederatedHessian, HessianProduct, Portion, TopEigenvalue, Weights
 from fedflat.flatness.film import Film, film
 from fedflat.flatness.groups import GroupSpectrum, by_class, by_client, weighted
 from fedflat.flatness.hessian import (
@@ -111,6 +111,7 @@ __all__ = [
     "Sharpness",
     "Spectrum",
     "Theory",
+    "TopEigenvalue",
     "Trace",
     "Trajectory",
     "Weights",

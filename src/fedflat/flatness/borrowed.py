@@ -25,13 +25,18 @@ def borrowed(module: nn.Module) -> Iterator[nn.Module]:
     """
     check_weights(module)
     training = {part: part.training for part in module.modules()}
+    sparse = [part for part in training if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
     buffers = [(part, name, b, b.clone()) for part in training for name, b in part._buffers.items() if b is not None]
     with ExitStack() as stack:
         stack.callback(module.register_forward_pre_hook(_spread, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(_logits).remove)
         try:
+            for table in sparse:  # sparse gradients have no second derivative
+                table.sparse = False
             yield module.eval()
         finally:
+            for table in sparse:
+                table.sparse = True
             for part, flag in training.items():
                 part.training = flag
             with torch.no_grad():
@@ -44,6 +49,8 @@ def check_weights(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.is_inference():
             raise RecipeError(f"model: {name} was made in torch.inference_mode(), so it has no derivative")
+        if parameter.is_meta:
+            raise RecipeError(f"model: {name} is on the meta device and has no values; load the weights first")
         if not bool(parameter.isfinite().all()):
             raise TrainingError(f"model: {name} has values that are not finite; the model has diverged")
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}

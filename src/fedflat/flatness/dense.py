@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from fedflat.flatness.objective import Objective, flat
+from fedflat.progress import track
 
 
 def dense_hessian(objective: Objective, rows: int) -> Tensor:
     """∇²f as a dense matrix, computed `rows` rows at a time. The rows of a batch share its first backward pass."""
     total = torch.zeros(objective.size, objective.size, dtype=objective.dtype)
     unit = torch.eye(objective.size, dtype=objective.dtype)
-    for batch in objective.batches:
+    for batch in track(objective.batches, "Hessian of the layer"):
         slope = flat(objective.slopes(batch))
         for some, directions in zip(total.split(rows), unit.split(rows), strict=True):
             some.add_(_products(slope, objective.parameters, directions), alpha=objective.share(batch))

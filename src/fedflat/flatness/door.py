@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedflat.errors import DataError, RecipeError, TrainingError
+from fedflat.errors import DataError, RecipeError, TrainingError, nearest
 from fedflat.federation import Federation, normalised_inputs
 from fedflat.flatness.borrowed import borrowed
 from fedflat.flatness.objective import Objective
@@ -97,7 +97,9 @@ def mean_loss(model: nn.Module, loss: Loss | None, batch: tuple[Any, Tensor]) ->
         TrainingError: outputs or loss are not finite, or outputs are random.
     """
     if loss is not None and not callable(loss):
-        raise RecipeError(f"loss: is a {type(loss).__name__}; give a function of outputs and labels")
+        raise RecipeError(
+            f"loss: is a {type(loss).__name__}; give a function of outputs and labels, and options by their name"
+        )
     few = FEW if _counts(batch[1][:FEW]) else len(batch[1])
     inputs, labels = batch[0][:few], batch[1][:few]
     with torch.no_grad(), explained("the model cannot process a batch of", inputs):
@@ -208,11 +210,11 @@ GIVEN = """\
 FIRST = "        objective: the mean loss.\n"
 
 
-def of_model(measure: Callable[P, R]) -> Door[P, R]:
+def of_model(measure: Callable[P, R], name: str = "") -> Door[P, R]:
     """Lets a function whose first argument is an objective also take (model, data, loss).
 
     Everything after the first argument stays an option by keyword. The line about `objective` in the docstring is
-    replaced by those about model and data.
+    replaced by those about model and data. `name` is the name of the new function, if it is not that of the old one.
     """
     keywords = [
         inspect.Parameter("data", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
@@ -224,28 +226,32 @@ def of_model(measure: Callable[P, R]) -> Door[P, R]:
     ]
 
     function: Callable[..., R] = measure
+    title = name or measure.__name__
+    signature = inspect.signature(measure)
+    _, *own = signature.parameters.values()
 
     @wraps(measure)
     def call(model: Any, *args: Any, **options: Any) -> R:
         if not isinstance(model, nn.Module):
-            _refuse(measure.__name__, model, options)
+            _refuse(title, model)
             return function(model, *args, **options)
         bound = {**dict(zip(("data", "loss"), args, strict=False)), **options}
         given = {name: bound.pop(name) for name in ("loss", "samples", "batch", "collate") if name in bound}
         data, seed = bound.pop("data", None), bound.get("seed", 0)
+        if unknown := next((option for option in bound if option not in signature.parameters), None):
+            raise RecipeError(f"{title}: there is no option {unknown!r}; {nearest(unknown, [p.name for p in own])}")
         with objective_of(model, data, **given, seed=seed) as objective:
             return function(objective, **bound)
 
-    signature = inspect.signature(measure)
-    _, *own = signature.parameters.values()
     first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     options = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
     call.__signature__ = signature.replace(parameters=[first, *keywords, *options])  # type: ignore[attr-defined]
+    call.__name__ = call.__qualname__ = title
     call.__doc__ = (measure.__doc__ or "").replace(FIRST, GIVEN)
     return call  # type: ignore[return-value]
 
 
-def _refuse(name: str, model: Any, options: dict[str, Any]) -> None:
+def _refuse(name: str, model: Any) -> None:
     if isinstance(model, Objective) or (hasattr(model, "__matmul__") and hasattr(model, "products")):
         return
     raise RecipeError(f"{name}: the model is a {type(model).__name__}; give an nn.Module and its data")

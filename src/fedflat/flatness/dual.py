@@ -68,9 +68,11 @@ def draw_gap(axes: Any, each: Duality) -> None:
         carried = np.cumsum(found.contribution)
         axes.plot(np.arange(1, len(carried) + 1), carried, color=COLOURS[k], linestyle=style, label=label)
     axes.axhline(each.gap, color="black", linewidth=1, label="gap: test − training loss")
-    axes.set(xscale="log", xlabel="direction $n$, by descending curvature", ylabel=r"$\Sigma\,\ell_n$")
+    axes.set(
+        xscale="log", xlabel="direction $n$, by descending curvature", ylabel="gap of the pairs up to direction $n$"
+    )
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize="small")
 
 
 TITLES = (

@@ -43,6 +43,7 @@ from fedflat.flatness.hessian import Hessian, top_eigenvalues
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.pairing import DIRECTIONS, Direction, Pairs, drawn, pairs
 from fedflat.local import Batch, Loss
+from fedflat.progress import track
 from fedflat.shown import Shown
 
 DENSE = 3000  # up to this many weights, the layer's Hessian is a dense matrix and the basis is complete
@@ -235,7 +236,8 @@ def decompose(
 def _pairing(here: SeenLayer, directions: Tensor, train: Batch, test: Batch, matched: Pairs, size: int) -> Pairing:
     """Computes ΔWₙ, |ΔW|² and Δl of the pairs that have a dual weight, and their moments."""
     chunks = []
-    for i, j in zip(matched.train.split(size), matched.test.split(size), strict=True):
+    places = list(zip(matched.train.split(size), matched.test.split(size), strict=True))
+    for i, j in track(places, "pairs"):
         before, easy = here.see((train[0][i], train[1][i]))
         after, hard = here.see((test[0][j], test[1][j]))
         dual = dual_weights(before, after, here.weight)

@@ -39,7 +39,7 @@ class Graphs:
         self._forget()
 
     def over(
-        self, module: nn.Module, batches: Sequence[Batch], make: Callable[[Batch], Graph]
+        self, module: nn.Module, batches: Iterable[Batch], make: Callable[[Batch], Graph]
     ) -> Iterator[tuple[Batch, Graph]]:
         """Every batch with its graph.
 

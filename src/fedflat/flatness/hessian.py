@@ -167,6 +167,7 @@ def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed
     Raises:
         RecipeError: k is not positive.
         TrainingError: Lanczos did not converge.
+        RecipeError: `k` is less than 1.
     """
     if k < 1:
         raise RecipeError(f"k = {k}: ask for at least one eigenvalue")

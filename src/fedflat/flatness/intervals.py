@@ -78,7 +78,7 @@ def hall(samples: Sequence[float]) -> Interval:
     return Interval(plain.mean, plain.error, *(plain.mean - plain.error * inverse(end) for end in (t, -t)))
 
 
-def quantile(freedom: int, level: float = LEVEL) -> float:
+def quantile(freedom: float, level: float = LEVEL) -> float:
     """The factor t with P(|T| ≤ t) = level for Student's T with these degrees of freedom."""
     from scipy.special import stdtrit  # a run that measures nothing does not load SciPy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from fedflat.local import Batch, Loss
 from fedflat.progress import track
 from fedflat.shown import Shown
 
-look = of_model(measure)
+look = of_model(measure, "look")
 Compared = nn.Module | Flatness
 
 
@@ -62,9 +63,13 @@ class Sharpness(Shown):
         ]
 
     def draw(self, axes: Any) -> None:
-        names = ("one ascent", "average", "adaptive")
-        errors = (0.0, self.average_error, 0.0)
-        axes.bar(names, (self.ascent, self.average, self.adaptive), yerr=errors, capsize=3, color=COLOURS[:3])
+        """Draws the three as bars, the average with its 95 % interval."""
+        names = (f"one ascent\nρ = {self.rho:g}", f"average\nρ = {self.rho:g}", f"adaptive\nρ = {self.adaptive_rho:g}")
+        bars = axes.bar(names, (self.ascent, self.average, self.adaptive), color=COLOURS[:3])
+        axes.bar_label(bars, fmt="%.3g", padding=3)  # the average is often a thousand times smaller than the others
+        axes.margins(y=0.12)
+        ends = [[self.average - self.average_low], [self.average_high - self.average]]
+        axes.errorbar([names[1]], [self.average], yerr=ends, capsize=3, color="black")
         axes.set(ylabel="rise of the loss")
         axes.grid(alpha=0.3, axis="y")
 
@@ -179,15 +184,26 @@ class Comparison(Shown):
         return [*rows.values()]
 
     def draw(self, axes: Any) -> None:
-        """Bars of λ1, the trace and the adaptive sharpness, each relative to the first model."""
+        """Bars of λ1, the trace and the adaptive sharpness, each relative to the first model.
+
+        With several seeds, the bars of the others have the 95 % intervals of their paired differences from the first.
+        """
         drawn = {"lambda1": "λ1", "trace": "trace", "adaptive_sharpness": "adaptive sharpness"}
         columns = {name: _means(many) for name, many in self.found.items()}
+        apart = {(each.method, each.measure): each for each in self.differences}
         first = next(iter(columns.values()))
         width = 0.8 / len(columns)
         for place, (name, column) in enumerate(columns.items()):
-            heights = [column[each] / first[each] if first[each] else float("nan") for each in drawn]
+            colour = COLOURS[place % len(COLOURS)]
             at = [n + (place - (len(columns) - 1) / 2) * width for n in range(len(drawn))]
-            axes.bar(at, heights, width, label=name, color=COLOURS[place % len(COLOURS)])
+            heights = [column[each] / first[each] if first[each] else math.nan for each in drawn]
+            axes.bar(at, heights, width, label=name, color=colour)
+            for x, height, each in zip(at, heights, drawn, strict=True):
+                found = apart.get((name, each))
+                if found and len(found.seeds) > 1 and first[each]:
+                    reach = (found.high - found.mean) / abs(first[each])
+                    axes.errorbar(x, height, yerr=reach, capsize=3, color="black")
+        axes.axhline(1, color="0.5", linewidth=0.8)
         axes.set_xticks(range(len(drawn)), drawn.values())
         axes.set(ylabel=f"relative to {next(iter(columns))}")
         axes.grid(alpha=0.3, axis="y")

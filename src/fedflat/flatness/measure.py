@@ -67,9 +67,9 @@ class Spectrum(Shown):
 
     def draw(self, axes: Any) -> None:
         if self.density is not None:
-            draw_densities(axes, {"": self.density})
+            draw_densities(axes, {"": self.density}, NAMES[self.matrix])
         else:
-            draw_eigenvalues(axes, self.eigenvalues, self.residuals)
+            draw_eigenvalues(axes, self.eigenvalues, self.residuals, NAMES[self.matrix])
 
 
 @dataclass(frozen=True, repr=False)

@@ -16,6 +16,7 @@ from fedflat.errors import TrainingError
 from fedflat.flatness.graphs import Edge, Graph, Graphs, edges, pullback
 from fedflat.local import Batch, Loss
 from fedflat.models import Layout, plain_attention, plain_output
+from fedflat.progress import beat
 from fedflat.tasks import counted
 
 
@@ -116,12 +117,15 @@ class Objective:
     @torch.no_grad()
     def value(self) -> float:
         """f at the module's weights, with forward passes only."""
-        return sum(float(self._mean(batch)) * self.share(batch) for batch in self.batches)
+        total = 0.0
+        for batch in self._told():
+            total += float(self._mean(batch)) * self.share(batch)
+        return total
 
     def gradient(self) -> Tensor:
         """∇f at the module's weights."""
         total = torch.zeros(self.size, dtype=self.dtype, device=self.parameters[0].device)
-        for batch in self.batches:
+        for batch in self._told():
             total.add_(flat(grad(self._mean(batch), self.parameters)), alpha=self.share(batch))
         return total
 
@@ -176,9 +180,15 @@ class Objective:
         """Σ_b (n_b/N) product_b(v), each from the graph that `make` makes of the batch."""
         total = torch.zeros(self.size, dtype=self.dtype, device=self.parameters[0].device)
         directions = list(self.layout.views(vector.to(total)).values())
-        for batch, graph in (graphs or Graphs(budget=0)).over(self.module, self.batches, make):
+        for batch, graph in (graphs or Graphs(budget=0)).over(self.module, self._told(), make):
             total.add_(flat(product(graph, directions)), alpha=self.share(batch))
         return total
+
+    def _told(self) -> Iterator[Batch]:
+        """The batches. Each is a sign of life, because with a large network even one pass takes long."""
+        for number, batch in enumerate(self.batches, start=1):
+            yield batch
+            beat(f"batch {number} of {len(self.batches)}")
 
     def share(self, batch: Batch) -> float:
         """n_b/N, the weight of the batch's mean in the mean over all samples (over tokens, if the loss counts them)."""

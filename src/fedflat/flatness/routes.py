@@ -44,7 +44,8 @@ def _draw_rounds(axes: Any, found: Trajectory) -> None:
     # White with a dark edge is visible on both ends of the map.
     axes.plot(x, y, "-o", color="white", markeredgecolor="black", markersize=5, linewidth=1.5, label="global model")
     for place in (0, -1):
-        text = dict(color="white", xytext=(6, 6), textcoords="offset points", fontsize="small")
+        shade = dict(boxstyle="round,pad=0.15", facecolor="black", alpha=0.5, linewidth=0)
+        text = dict(color="white", xytext=(6, 6), textcoords="offset points", fontsize="small", bbox=shade)
         axes.annotate(f"round {found.rounds[place]}", found.path[place], **text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,9 @@ def batches_of(
         DataError: there are no samples, or it is not clear what is an input and what a label.
         RecipeError: `samples` or `batch` is out of range.
     """
-    if samples < 0 or batch < 1:
-        raise RecipeError(f"samples = {samples} and batch = {batch}: give 0 for all samples, and batches of at least 1")
+    if not all(isinstance(each, Integral) for each in (samples, batch)) or samples < 0 or batch < 1:
+        told = f"samples = {samples!r} and batch = {batch!r}"
+        raise RecipeError(f"{told}: give 0 for all samples, and batches of at least 1")
     if isinstance(data, Federation):
         return list(Portion(samples, seed, batch).batches(data, range(data.clients)))
     found, count = list[tuple[Any, Tensor]](), 0

@@ -12,6 +12,7 @@ from fedflat.errors import RecipeError
 from fedflat.flatness.intervals import hall
 from fedflat.flatness.objective import Objective
 from fedflat.models import unit
+from fedflat.progress import track
 
 
 def ascent_sharpness(objective: Objective, rho: float = 0.05) -> float:
@@ -89,7 +90,7 @@ def rises(objective: Objective, steps: Iterable[Tensor]) -> list[float]:
     """f(w + ε) − f(w) for each step ε. The weights are restored afterwards."""
     home, floor = objective.weights, objective.value()
     found = []
-    for step in steps:
+    for step in track(steps, "sharpness", 0):
         with objective.at(home + step):
             found.append(objective.value() - floor)
     return found

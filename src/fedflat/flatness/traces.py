@@ -13,7 +13,7 @@ from torch import Tensor
 from fedflat.errors import RecipeError
 from fedflat.flatness.hessian import Operator
 from fedflat.flatness.intervals import FEWEST as PROBES
-from fedflat.flatness.intervals import hall, quantile, student
+from fedflat.flatness.intervals import Interval, hall, quantile, student
 from fedflat.flatness.krylov import krylov
 from fedflat.progress import track
 
@@ -58,14 +58,15 @@ def trace(
         N = (t s / δ)²,      δ = relative_error · |tr H|,
 
     and the result is the mean and the interval of N new probes. Those of the first stage are not used again. Otherwise
-    an s that is small by chance would lead to few probes and a short interval, which covers the trace less often.
+    an s that is small by chance would lead to few probes and a short interval, which covers the trace less often. If
+    the interval of the N probes is still too wide, more are added until it is narrow enough.
 
     Args:
         operator: the matrix H.
         products: number of products with H (of the first stage); at least 6, and for an interval 16.
         seed: seed of the start vector and the probes.
-        relative_error: half the width of the interval relative to the trace, such as 0.05. About half of all intervals
-            are slightly wider. None uses only `products`.
+        relative_error: the largest half width of the interval relative to the trace, such as 0.05. None uses only
+            `products`.
         most: maximum number of products in total. If they are not enough, the interval is wider than requested.
 
     Raises:
@@ -98,15 +99,24 @@ def trace(
     samples = [probe() for _ in track(range(products - spent), "trace")]
     found = hall(samples)
     if relative_error is not None and math.isfinite(found.mean):
-        wanted = _wanted(samples, relative_error * abs(known + found.mean))
-        count = math.floor(min(wanted, most - products))
+        count = min(_wanted(samples, relative_error * abs(known + found.mean)), most - products)
         if count >= PROBES:
-            spent, samples = products, [probe() for _ in track(range(count), "trace")]
-            found = hall(samples)
+            spent, samples = products, []
+            while count > 0:
+                samples += [probe() for _ in track(range(count), "trace")]
+                found = hall(samples)
+                missing = _missing(found, len(samples), relative_error * abs(known + found.mean))
+                count = min(missing, most - spent - len(samples))
     return Trace(known + found.mean, found.error, spent + len(samples), known + found.low, known + found.high)
 
 
-def _wanted(samples: Sequence[float], half: float) -> float:
+def _missing(found: Interval, probes: int, half: float) -> int:
+    """The number of further probes with which this interval of some probes becomes as narrow as ± half; 0 if it is."""
+    wide = min((found.high - found.low) / 2 / max(half, sys.float_info.min), 1e100)
+    return math.ceil(probes * (wide**2 - 1)) if wide > 1 else 0
+
+
+def _wanted(samples: Sequence[float], half: float) -> int:
     """The number of probes that an interval of ± half needs, estimated from the deviation of these samples."""
     first = student(samples)
     deviation, t = first.error * math.sqrt(len(samples)), quantile(len(samples) - 1)

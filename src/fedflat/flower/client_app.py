@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedflat.recipe import Recipe
     from fedflat.rounds import Problem
 
-BESIDE = ("gradient", "rise", "margin")  # questions that clients only answer in a simulation
+BESIDE: tuple[Question, ...] = ("gradient", "rise", "margin")  # questions that clients only answer in a simulation
 
 
 class ClientError(Exception):
@@ -51,17 +51,15 @@ def client_app(recipe: str | Path | Recipe, data: DataHook | None = None) -> Cli
     def local_round(message: Message, context: Context) -> Message:
         return _answered("train", message, context, recipe, data, _local_round)
 
-    @app.query("hessian")
-    def hessian(message: Message, context: Context) -> Message:
-        return _answered("hessian", message, context, recipe, data, _product)
+    def question(about: Question, answer: Callable[[Question, Desk], RecordDict]) -> None:
+        @app.query(about)
+        def asked(message: Message, context: Context) -> Message:
+            return _answered(about, message, context, recipe, data, answer)
 
-    def refuse(question: Question) -> None:
-        @app.query(question)
-        def never(message: Message, context: Context) -> Message:
-            return _answered(question, message, context, recipe, data, _hello)
-
-    for each in BESIDE:
-        refuse(each)  # type: ignore[arg-type]
+    question("hessian", _measured)
+    question("curvature", _measured)
+    for about in BESIDE:
+        question(about, _hello)
     return app
 
 
@@ -154,7 +152,7 @@ def _answered(
     except (RecipeError, MemoryLostError):  # fedflat's own messages, about files and not about samples
         raise
     except Exception as error:  # Flower sends its text to the server, and it may quote a sample or a label
-        raise ClientError(f"{type(error).__name__}; what it says is in the client's log") from error
+        raise ClientError(f"{type(error).__name__}; its message is in the client's log") from error
 
 
 def _note_refusal(book: Book | None, question: Question, sentence: str) -> None:
@@ -226,13 +224,13 @@ def _guarded(upload: Upload, method: Method) -> Upload:
     return replace(upload, loss=0.0, notes={}) if guard and guard.protects == "upload" else upload
 
 
-def _product(question: Question, desk: Desk) -> RecordDict:
-    """Return this client's Hessian–vector product, for the sharpness of the global objective.
+def _measured(question: Question, desk: Desk) -> RecordDict:
+    """Return a Hessian–vector product of this client's loss, or the largest eigenvalue λ₁ of its Hessian.
 
     The recipe sets the number of samples; this client chooses them.
     """
     from fedflat.engine import settled_worker
-    from fedflat.flatness import HessianProduct, Portion
+    from fedflat.flatness import HessianProduct, Portion, TopEigenvalue
     from fedflat.flower import messages
     from fedflat.flower.policy import check_question
     from fedflat.rounds import one_thread
@@ -243,16 +241,18 @@ def _product(question: Question, desk: Desk) -> RecordDict:
     messages.whole(desk.facts, "everyone", problem.federation.samples(desk.client), messages.SAMPLES)
     portion = Portion(desk.recipe.evaluation.sharpness_samples, problem.seed)
     check_question(desk.policy, question, desk.recipe, method, portion.count(problem.federation, desk.client))
-    statistics = problem.network.buffers.numel()
-    sizes = {"weights": problem.network.size, "vector": problem.network.size}
+    product, statistics = question == "hessian", problem.network.buffers.numel()
+    sizes = {"weights": problem.network.size}
+    sizes |= {"vector": problem.network.size} if product else {}
     sizes |= {"buffers": statistics} if statistics else {}
     sent = messages.read_exactly(desk.message.content, sizes, problem.network.weights.dtype)
     buffers = sent.get("buffers", problem.network.buffers.clone())
     desk.spend(question, ask.run, method)
     with one_thread():
-        worker = settled_worker(problem, HessianProduct(portion))
-        answer = worker.answer(sent["weights"], buffers, desk.client, sent["vector"])
-    messages.refuse_not_finite({}, {"the product": answer})
+        worker = settled_worker(problem, HessianProduct(portion) if product else TopEigenvalue(portion))
+        answer = worker.answer(sent["weights"], buffers, desk.client, sent["vector" if product else "weights"])
+    answer = answer if product else answer[:1]
+    messages.refuse_not_finite({}, {"the product" if product else "λ₁": answer})
     return messages.content({"answer": answer}, {"run": ask.run, "round": ask.round})
 
 

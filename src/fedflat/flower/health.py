@@ -28,7 +28,7 @@ def main(address: str, patience: float = 0.0) -> int:
     end = time.monotonic() + patience
     while not serving(address):
         if time.monotonic() >= end:
-            print(f"{address}: does not say that it is serving", file=sys.stderr)
+            print(f"{address}: does not report that it is serving", file=sys.stderr)
             return 1
         time.sleep(0.5)
     return 0

@@ -45,12 +45,12 @@ def read_table(folder: Path, clients: int) -> dict[str, int]:
             continue
         found = fingerprint(read_whole(path))
         if not found:
-            raise RunError(f"{path}: is no public key that Flower takes")
+            raise RunError(f"{path}: not a public key that Flower accepts")
         if found in table:
             raise RunError(f"{path}: client {table[found]} has the same key; give every client its own")
         table[found] = int(number[1])
     if not table:
-        raise RunError(f"{folder}: has no client-*.pub, so no node can be told from another; see docs/deployment.md")
+        raise RunError(f"{folder}: has no client-*.pub to identify the nodes by; see docs/deployment.md")
     return table
 
 

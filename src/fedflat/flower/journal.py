@@ -35,7 +35,7 @@ class Journal:
         if self._path.exists():
             self._read()
         elif (out / "checkpoints").exists():
-            raise RunError(f"{out}: holds a run, but no {JOURNAL} of a deployment; choose another `out`")
+            raise RunError(f"{out}: contains a run that is not a deployment (no {JOURNAL}); choose another `out`")
 
     def _read(self) -> None:
         try:
@@ -50,7 +50,7 @@ class Journal:
             raise self._damaged(f"{type(error).__name__}: {printable(error, 100)}") from None
 
     def _damaged(self, why: str) -> RunError:
-        return RunError(f"{self._path}: cannot be read ({why}); begin anew in another `out`")
+        return RunError(f"{self._path}: cannot be read ({why}); start a new run in another `out`")
 
     def begin(self, sizes: Mapping[int, int]) -> None:
         self.run, self.sizes = secrets.token_hex(8), dict(sorted(sizes.items()))
@@ -60,7 +60,7 @@ class Journal:
     def seed(self) -> Secret:
         """The server's secret seed of this run."""
         if not self._secret.exists():
-            raise RunError(f"{self._secret}: is gone, so its cohorts cannot be drawn; begin anew in another `out`")
+            raise RunError(f"{self._secret}: is missing, and draws the cohorts; start a new run in another `out`")
         return seed_of(own_secret(self._secret), self.run)
 
     def mark(self, client: int, before: int) -> Mark | None:

@@ -41,7 +41,7 @@ def write_keys(folder: Path, hosts: Sequence[str], clients: int, days: int = 365
         RecipeError: if a host is not a plain name or address.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise RunError(f"{folder}: there are keys already; move them away first, as old nodes know only these")
+        raise RunError(f"{folder}: already contains keys, which existing nodes use; move them away first")
     names = [_host(host) for host in hosts]
     with written_to(folder, "choose another directory"):
         private_directory(folder)
@@ -95,12 +95,12 @@ def renew(folder: Path, hosts: Sequence[str], days: int = 365) -> list[Path]:
         authority = serialization.load_pem_private_key(read_bytes(folder / "ca.key"), None)
         root = x509.load_pem_x509_certificate(read_bytes(folder / "ca.pem"))
     except (OSError, ValueError, TypeError) as error:
-        raise RunError(f"{folder}: a renewal needs ca.key and ca.pem there ({error})") from None
+        raise RunError(f"{folder}: renewing needs ca.key and ca.pem in this folder ({error})") from None
     if not isinstance(authority, ec.EllipticCurvePrivateKey) or authority.public_key() != root.public_key():
         raise RunError(f"{folder}: ca.key is not the key of ca.pem")
     last = (root.not_valid_after_utc - datetime.now(UTC)).days
     if last < days:
-        raise RecipeError(f"--days {days}: the authority itself lasts {last} days more; give no more than that")
+        raise RecipeError(f"--days {days}: the authority expires in {last} days; use at most that many")
     server = ec.generate_private_key(ec.SECP256R1())
     own = _certificate(hosts[0], server, root, authority, names, days)
     private = server.private_bytes(PEM, serialization.PrivateFormat.PKCS8, NONE)
@@ -153,7 +153,7 @@ def _host(name: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         if not re.fullmatch(r"[A-Za-z0-9*.-]+", name):
-            raise RecipeError(f"host {name!r}: give a name or an address alone, without port or scheme") from None
+            raise RecipeError(f"host {name!r}: give only a name or an address, without port or scheme") from None
         return x509.DNSName(name)
 
 

@@ -77,7 +77,7 @@ def word(facts: Mapping[str, Any], name: str, pattern: str) -> str:
     """
     value = facts.get(name)
     if not isinstance(value, str) or len(value) > 256 or not re.fullmatch(pattern, value):
-        raise UnfitError("names", f"{name} = {shown(value, 40)} is not of its form")
+        raise UnfitError("names", f"{name} = {shown(value, 40)} does not have the expected form")
     return value
 
 
@@ -98,7 +98,7 @@ def read_vectors(record: RecordDict, most: int) -> Vectors:
         raise UnfitError("names", f"it has {len(found)} vectors")
     size = sum(len(array.data) for array in found.values())
     if size > most + SLACK * max(len(found), 1):
-        raise UnfitError("oversized", f"{size:,} bytes, where {most:,} were announced")
+        raise UnfitError("oversized", f"{size:,} bytes, but the vectors need only {most:,}")
     unpacked: dict[str, np.ndarray[Any, Any]] = {}
     for name, array in found.items():
         if array.stype != NUMPY:
@@ -111,7 +111,7 @@ def read_vectors(record: RecordDict, most: int) -> Vectors:
     try:
         return vectors(unpacked)
     except (TypeError, ValueError) as error:
-        raise UnfitError("dtype", f"an array is of a kind that no vector has ({printable(error)})") from None
+        raise UnfitError("dtype", f"the dtype of an array is not supported ({printable(error)})") from None
 
 
 def read_exactly(record: RecordDict, sizes: Mapping[str, int], dtype: torch.dtype) -> Vectors:
@@ -163,7 +163,7 @@ def read_lr(facts: Mapping[str, Any], local: Local, round: int) -> float:
     """
     lr, expected = facts.get("lr"), local.lr * local.lr_decay**round
     if not isinstance(lr, float) or not math.isclose(lr, expected, rel_tol=1e-6):
-        raise UnfitError("weight", f"lr = {shown(lr, 40)}, where the recipe has {expected:g} in round {round}")
+        raise UnfitError("weight", f"lr = {shown(lr, 40)}, but the recipe gives {expected:g} in round {round}")
     return lr
 
 
@@ -188,7 +188,7 @@ def refuse_not_finite(numbers: Mapping[str, float], named: Vectors) -> None:
     spoilt = [name for name, value in numbers.items() if not math.isfinite(value)]
     spoilt += [name for name, vector in named.items() if not bool(torch.isfinite(vector).all())]
     if spoilt:
-        raise UnfitError("not finite", f"from the weights that were sent, {spoilt[0]} comes out as not finite")
+        raise UnfitError("not finite", f"{spoilt[0]} is not finite with the weights that were sent")
 
 
 def upload_facts(upload: Upload) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def read_upload(record: RecordDict, problem: Problem, client: int, samples: int)
     if unfit := [name for name, value in numbers.items() if type(value) not in (int, float)]:
         raise UnfitError("weight", f"{unfit[0]} = {shown(numbers[unfit[0]], 40)} is not a number")
     if facts["samples"] != samples:
-        raise UnfitError("weight", f"samples = {shown(facts['samples'], 40)}, but it said {samples} at first")
+        raise UnfitError("weight", f"samples = {shown(facts['samples'], 40)}, but its hello said {samples}")
     named = read_vectors(record, sum(problem.uploads.values()) * problem.network.weights.element_size())
     if "delta" not in named:
         raise UnfitError("names", "delta is missing")
@@ -228,5 +228,5 @@ def _notes(record: RecordDict) -> dict[str, float]:
         raise UnfitError("names", f"it has {len(notes)} notes")
     for name, value in notes.items():
         if printable(name, NAMED) != name or type(value) is not float:
-            raise UnfitError("names", f"its note {shown(name, NAMED)} is not a number with a short name")
+            raise UnfitError("names", f"note {shown(name, NAMED)} is not a number with a short name")
     return {str(name): float(value) for name, value in notes.items()}  # type: ignore[arg-type]

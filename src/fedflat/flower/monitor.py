@@ -177,7 +177,7 @@ def monitored(settings: Deployment) -> Iterator[list[Any]]:
         listener = Listener((settings.metrics_host, settings.metrics), exposition)
     except OSError as error:
         raise RecipeError(
-            f"deployment.metrics = {settings.metrics}: {settings.metrics_host} cannot be listened on ({error.strerror})"
+            f"deployment.metrics = {settings.metrics}: cannot listen on {settings.metrics_host} ({error.strerror})"
         ) from None
     thread = threading.Thread(target=listener.serve_forever, name="metrics", daemon=True)
     thread.start()

@@ -79,7 +79,7 @@ class Nodes:
         nodes = known_nodes(self._grid.get_nodes(), self._table)
         for node, (client, key) in nodes.items():
             if client is None:
-                self._say(node, f"its key {key or 'of no known kind'} is no client's")
+                self._say(node, f"its key {key or 'of unknown kind'} does not belong to a client")
         self._clients = {node: client for node, (client, _) in nodes.items() if client is not None}
         return [*self._clients]
 
@@ -111,14 +111,14 @@ class Nodes:
             raise messages.UnfitError("foreign", whose)
         if (base := printable(facts.get("base", ""))) != self._base:
             theirs, ours = (f"the base {each[:12]}…" if each else "none" for each in (base, self._base))
-            other = f"as frozen weights client {client} has {theirs}, the server {ours}; give both the same model"
-            raise messages.UnfitError("base", other)
+            other = f"the frozen weights of client {client} ({theirs}) and of the server ({ours}) differ"
+            raise messages.UnfitError("base", f"{other}; give both the same model")
         return Hello(client, samples)
 
     def _say(self, node: int, why: str) -> None:
         if self._strange.get(node) != why:
             self._strange[node] = why
-            say(f"node {node} is none of the {self._recipe.split.clients} clients: {why}", self._recipe.deployment)
+            say(f"node {node} is not one of the {self._recipe.split.clients} clients: {why}", self._recipe.deployment)
 
     def awaited(self, enough: Callable[[dict[int, int]], bool]) -> dict[int, int]:
         """The node of each connected client, once there are enough or `deployment.wait` has passed."""

@@ -50,7 +50,7 @@ class OwnData(Federation):
 
     def samples(self, client: int) -> int:
         if self.client == NOBODY and client not in self.sizes:
-            raise DataError(f"client {client} was not connected when the deployment began, so its size is not known")
+            raise DataError(f"client {client} was not connected at the start, so its number of samples is not known")
         return self.sizes[client] if client in self.sizes else len(self.shard(client))
 
     def share(self, client: int) -> float:

@@ -30,7 +30,7 @@ def own_app(folder: Path) -> ClientApp:
     sys.path.insert(0, str(folder))
     found = getattr(importlib.import_module(module), name)
     if not isinstance(found, ClientApp):
-        raise TypeError(f"{module}:{name} is no ClientApp")
+        raise TypeError(f"{module}:{name} is not a ClientApp")
     return found
 
 
@@ -39,9 +39,7 @@ def main(arguments: list[str]) -> None:
     folder = Path(arguments[0]).resolve()
     flower: Any = importlib.import_module(FLOWER)
     if missing := [name for name in REPLACED if not callable(getattr(flower, name, None))]:
-        sys.exit(
-            f"this version of Flower has no {', '.join(missing)}: the client's own code cannot be put in its place"
-        )
+        sys.exit(f"this version of Flower has no {', '.join(missing)}: the client cannot run its own code")
     for name, own in zip(REPLACED, (_left_packed, lambda **_: lambda *_: own_app(folder)), strict=True):
         setattr(flower, name, own)
     sys.argv = ["flwr-clientapp", *arguments[1:]]

@@ -18,7 +18,7 @@ from fedflat.errors import FedflatError, RecipeError
 from fedflat.methods import CentralPrivacy, Method, Privacy, parse, spell
 from fedflat.recipe import Local, Recipe, Section, parsed, read_text
 
-Question = Literal["hello", "train", "hessian", "gradient", "rise", "margin"]
+Question = Literal["hello", "train", "hessian", "curvature", "gradient", "rise", "margin"]
 OURS = "fedflat"
 
 
@@ -35,6 +35,7 @@ class Answers(Section):
 
     train: int = Field(10_000, ge=0, description="local rounds")
     hessian: int = Field(0, ge=0, description="Hessian products, each of which tells something about single samples")
+    curvature: int = Field(0, ge=0, description="λ₁ of the client's own loss, a single number each")
     min_samples: int = Field(10, ge=1, description="samples that must be behind every answer")
 
 
@@ -98,6 +99,7 @@ def client_side(recipe: Recipe) -> dict[str, Any]:
         "evaluation": recipe.evaluation.model_dump(include=told),
         "deployment": recipe.deployment.model_dump(include={"draws", "memory"}),
         "seed": recipe.seed if rehearsed else None,
+        **({"task": recipe.task} if recipe.task else {}),
     }
 
 
@@ -122,12 +124,12 @@ def check_recipe(policy: Policy, recipe: Recipe, asked: Any) -> Method:
     """
     own = digest(recipe)
     if policy.recipe and policy.recipe.removeprefix("sha256:") != own:
-        raise PolicyError(f"recipe: it has the digest {own}, and this client agreed to another ({policy.recipe})")
+        raise PolicyError(f"recipe: its digest is {own}, but this client agreed to {policy.recipe}")
     if asked != own:
-        raise PolicyError(f"recipe: the server goes by another one than this client's, which has the digest {own}")
+        raise PolicyError(f"recipe: the server's differs from this client's, which has the digest {own}")
     for name in named_code(recipe):
         if not {name, name.partition(":")[0]} & {*policy.code}:
-            raise PolicyError(f"code: {name} is none of fedflat's own, and this client's policy does not name it")
+            raise PolicyError(f"code: {name} is not part of fedflat, and this client's policy does not list it")
     method = parse(recipe.method)
     check_privacy(policy.privacy, method)
     return method
@@ -135,8 +137,8 @@ def check_recipe(policy: Policy, recipe: Recipe, asked: Any) -> Method:
 
 def named_code(recipe: Recipe) -> list[str]:
     """Return the import paths in a recipe that lead outside fedflat."""
-    names = [str(recipe.model.name)] if ":" in str(recipe.model.name) else []
-    names += re.findall(r"[\w.]+:\w+", spell(recipe.method))
+    names = [str(name) for name in (recipe.model.name, recipe.data.name) if ":" in str(name)]
+    names += re.findall(r"[\w.]+:\w+", f"{spell(recipe.method)} {recipe.task or ''}")
     return [name for name in names if name.split(":")[0].split(".")[0] != OURS]
 
 
@@ -151,11 +153,11 @@ def check_privacy(least: Insists, method: Method) -> None:
         return
     central = isinstance(guard, CentralPrivacy)
     if not isinstance(guard, Privacy) or (central and least.part == "local_dp"):
-        raise PolicyError(f"privacy: this client takes part only with {least.part}, which the method does not have")
+        raise PolicyError(f"privacy: this client requires {least.part}, which the method does not have")
     if not guard.noise or guard.noise < least.noise:
-        raise PolicyError(f"privacy: noise = {guard.noise:g} is below this client's least, {least.noise:g}")
+        raise PolicyError(f"privacy: noise = {guard.noise:g} is below this client's minimum, {least.noise:g}")
     if least.clip is not None and guard.clip > least.clip:
-        raise PolicyError(f"privacy: clip = {guard.clip:g} is above this client's largest, {least.clip:g}")
+        raise PolicyError(f"privacy: clip = {guard.clip:g} is above this client's maximum, {least.clip:g}")
     try:
         guard.refuse_seeded()
     except RecipeError as error:
@@ -171,11 +173,22 @@ def check_question(policy: Policy, question: Question, recipe: Recipe, method: M
     if question not in ("hello", "train"):
         if isinstance(method.protection, Privacy):
             raise PolicyError(f"{question}: a private method answers no question that its noise does not protect")
-        if question != "hessian" or not recipe.evaluation.sharpness:
+        if question not in measured_questions(recipe):
             raise PolicyError(f"{question}: the recipe does not measure it")
     least = policy.answers.min_samples
     if samples < least:
-        raise PolicyError(f"{question}: {samples} samples would be behind the answer, answers.min_samples = {least}")
+        raise PolicyError(f"{question}: the answer would use only {samples} samples, answers.min_samples = {least}")
+
+
+def measured_questions(recipe: Recipe) -> set[Question]:
+    """Return the questions about its loss that the recipe asks a client of a deployment.
+
+    >>> from fedflat.recipe import load
+    >>> measured_questions(load(None, ["evaluation.sharpness=5"]))
+    {'hessian'}
+    """
+    hessian: set[Question] = {"hessian"} if recipe.evaluation.sharpness else set()
+    return hessian | {"curvature"} if "local_curvature" in recipe.evaluation.measures else hessian
 
 
 def behind(local: Local, samples: int) -> int:

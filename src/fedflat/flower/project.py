@@ -120,7 +120,7 @@ def _package(directory: Path) -> str:
     if not re.fullmatch(NAME, given, re.ASCII):
         plain = re.sub(r"[^A-Za-z0-9]+", "-", given).strip("-0123456789")[:LONGEST].strip("-") or "wards"
         raise RecipeError(
-            f"{given}: Flower takes names that begin with a letter and have letters, digits and hyphens, at most "
+            f"{given}: Flower accepts names that start with a letter and contain letters, digits and hyphens, at most "
             f"{LONGEST}, such as {plain}; choose another directory"
         )
     if odd := re.search(r"[^\w ./+@,~-]", str(directory)):
@@ -131,7 +131,7 @@ def _package(directory: Path) -> str:
     if not name.isidentifier() or keyword.iskeyword(name):
         raise RecipeError(f"{given}: cannot be the name of a Python package; choose another directory")
     if name in sys.stdlib_module_names or ((taken := find_spec(name)) and taken.origin):
-        raise RecipeError(f"{given}: a Python package of that name is there already; choose another directory")
+        raise RecipeError(f"{given}: a Python package with that name exists already; choose another directory")
     return name
 
 
@@ -158,7 +158,7 @@ def add_clients(directory: Path, count: int) -> tuple[int, int]:
     """
     path = next(directory.glob("*/recipe.toml"), None)
     if path is None:
-        raise RecipeError(f"{directory}: no app is here (no recipe.toml); give its folder")
+        raise RecipeError(f"{directory}: contains no app (no recipe.toml); give the folder of an app")
     recipe = load(path)
     first, total = recipe.split.clients, recipe.split.clients + count
     larger, composed = overridden(recipe, [f"split.clients={total}"]), directory / "compose.server.yaml"
@@ -184,11 +184,14 @@ def _policy(recipe: Recipe) -> dict[str, str]:
     part = ("central_dp" if isinstance(guard, CentralPrivacy) else "local_dp") if private else "none"
     least = f"clip = {guard.clip!r}\nnoise = {guard.noise!r}" if isinstance(guard, Privacy) else "# noise = 4.0"
     measurements = recipe.server.rounds // measured if measured and not private else 0
+    scored = recipe.server.rounds // (recipe.evaluation.every or recipe.server.rounds) + 1
     return {
         "DIGEST": digest(recipe),
         "CODE": ", ".join(f'"{name}"' for name in named_code(recipe)),
         "TRAIN": str(2 * recipe.server.rounds),
         "HESSIAN": str(PRODUCTS * measurements),
+        # At the client's own model and at the average; twice, as a round may be repeated.
+        "CURVATURE": str(4 * scored if "local_curvature" in recipe.evaluation.measures and not private else 0),
         "PART": part,
         "PRIVACY": least,
     }

@@ -29,7 +29,7 @@ from fedflat.flower.journal import Journal
 from fedflat.flower.monitor import monitored, say
 from fedflat.flower.nodes import Attendance, Nodes
 from fedflat.flower.own import NOBODY, DataHook, OwnData, own_problem, with_sizes
-from fedflat.flower.policy import client_side
+from fedflat.flower.policy import client_side, measured_questions
 from fedflat.flower.shelf import Mark
 from fedflat.local import Vectors
 from fedflat.methods import Privacy, Upload, Uploads
@@ -57,8 +57,8 @@ def changed(source: str | Path | Recipe, changes: str) -> Recipe:
     for name in before:
         if before[name] != after[name]:
             raise RecipeError(
-                f"set: {name} is a part of what the clients have agreed to; change it in the app's recipe.toml and "
-                "let them agree to the new one"
+                f"set: {name} affects the clients, which have agreed to the app's recipe; change it in recipe.toml and "
+                "let them agree to the new recipe"
             )
     return chosen
 
@@ -96,7 +96,7 @@ def _serve(
     journal = Journal(out)
     table = read_table(keys, recipe.split.clients) if keys and has_keys(grid) else None
     if table is None:
-        say("nodes are not told apart by keys: each is believed which client it is", recipe.deployment)
+        say("nodes are not identified by keys: each is trusted to be the client it claims", recipe.deployment)
     problem = own_problem(recipe, NOBODY, 1, data)
     _check_questions(problem)
     nodes = Nodes(grid, recipe, table, problem.network.base_digest)
@@ -122,24 +122,26 @@ def _serve(
 def _check(recipe: Recipe) -> None:
     """Refuse recipes that a deployment cannot run."""
     if recipe.split.clients < 1:
-        raise RecipeError("split.clients: a deployment must say how many clients there are")
+        raise RecipeError("split.clients: a deployment needs the number of clients")
     if recipe.server.stop_loss is not None:
-        raise RecipeError("server.stop_loss: the server of a deployment has no training samples to take the loss of")
+        raise RecipeError("server.stop_loss: the server of a deployment has no training samples to compute the loss on")
     if recipe.evaluation.on == "validation":
         raise RecipeError('evaluation.on = "validation": the clients of a deployment keep their samples; use "test"')
     if recipe.server.draws != "fedflat" and recipe.deployment.draws == "secret":
         raise RecipeError(
-            f"server.draws = {recipe.server.draws!r}: anybody can compute those cohorts; set 'fedflat', or "
+            f"server.draws = {recipe.server.draws!r}: anyone can compute these cohorts; set 'fedflat', or "
             "deployment.draws = 'recipe' to rehearse"
         )
 
 
 def _check_questions(problem: Problem) -> None:
     """Refuse questions that clients with a private method would not answer."""
-    if isinstance(problem.method.protection, Privacy) and problem.recipe.evaluation.sharpness:
+    asked = measured_questions(problem.recipe)
+    if isinstance(problem.method.protection, Privacy) and asked:
+        field, change = ("sharpness", "set it to 0") if "hessian" in asked else ("measures", "remove local_curvature")
         raise RecipeError(
-            "evaluation.sharpness: clients with a private method answer no question that its noise does not protect; "
-            "set it to 0"
+            f"evaluation.{field}: clients with a private method answer no question that its noise does not protect; "
+            f"{change}"
         )
 
 
@@ -206,9 +208,9 @@ class Deployment:
             if refused := messages.read_refusal(facts):
                 raise messages.UnfitError(*refused)
             if facts.get("run") != self._journal.run or facts.get("client") != client:
-                raise messages.UnfitError("foreign", "it is of another run or another client")
+                raise messages.UnfitError("foreign", "it belongs to another run or client")
             if facts.get("round") != round:
-                raise messages.UnfitError("stale", f"it is of round {shown(facts.get('round'), 40)}")
+                raise messages.UnfitError("stale", f"it belongs to round {shown(facts.get('round'), 40)}")
             upload = messages.read_upload(reply.content, self._problem, client, self._nodes.samples(node))
             if facts.get("digest"):
                 self._offered[client] = Mark(round, messages.word(facts, "digest", "[0-9a-f]{64}"))
@@ -238,31 +240,33 @@ class Deployment:
     def ask(
         self, state: ServerState, vector: Tensor, clients: Sequence[int], about: About = "hessian"
     ) -> Iterator[tuple[int, Tensor]]:
-        if about != "hessian":
-            raise AwayError(f"{about}: clients of a deployment are asked for Hessian products alone")
+        if about not in ("hessian", "curvature"):
+            raise AwayError(f"{about}: clients of a deployment are asked only for Hessian products and λ₁")
         online = self._nodes.online()
         if missing := [client for client in clients if client not in online or self._attendance.due(client)]:
             raise AwayError(f"sharpness: clients {missing} are not connected")
-        sent = {"weights": state.weights, "vector": vector}
+        probe = vector if about == "hessian" else vector.new_ones(1)
+        sent = {"weights": state.weights} | ({"vector": vector} if about == "hessian" else {})
         if state.buffers.numel():
             sent["buffers"] = state.buffers
         facts = {"run": self._journal.run, "round": state.round}
         asked = {online[c]: (sent, facts | self._everyone(online[c])) for c in clients}
         who = {online[c]: c for c in clients}
         told: dict[int, Tensor] = {}
-        for node, reply in self._nodes.exchange(asked, "query.hessian", self._recipe.deployment.timeout):
-            told.setdefault(who[node], _answer(reply, who[node], vector))
+        for node, reply in self._nodes.exchange(asked, f"query.{about}", self._recipe.deployment.timeout):
+            told.setdefault(who[node], _answer(reply, who[node], probe))
         for client in clients:
             if client not in told:
                 self._attendance.missed(client, state.round)
                 raise AwayError(f"sharpness: client {client} did not answer")
-        _refuse_outliers(told, vector)
+        _refuse_outliers(told, probe)
         yield from ((client, told[client]) for client in clients)
 
     def close(self) -> None: ...
 
 
 def _answer(reply: Message, client: int, vector: Tensor) -> Tensor:
+    """The vector in a reply, which must have the size and dtype of this one."""
     if reply.has_error():
         raise AwayError(f"sharpness: client {client}: {printable(reply.error.reason)}")
     if refused := messages.read_refusal(messages.read_facts(reply.content)):
@@ -274,10 +278,13 @@ def _answer(reply: Message, client: int, vector: Tensor) -> Tensor:
 
 
 def _refuse_outliers(told: dict[int, Tensor], vector: Tensor) -> None:
-    """Limit the influence of one client: ‖Hᵢv‖/‖v‖ is bounded, also relative to the clients' median."""
+    """Limit the influence of one client: ‖Hᵢv‖/‖v‖ is bounded, also relative to the clients' median.
+
+    For λ₁, which each client computes itself, v is the number 1.
+    """
     length = float(torch.linalg.vector_norm(vector.double()))
     ratios = {c: float(torch.linalg.vector_norm(a.double())) / length for c, a in told.items()} if length else {}
     usual = BEYOND * median(ratios.values()) if len(ratios) > 2 else CURVATURE
     for client, ratio in ratios.items():
         if ratio > CURVATURE or (usual and ratio > usual):
-            raise AwayError(f"sharpness: client {client} claims a curvature of {ratio:.3g}, which is beyond reason")
+            raise AwayError(f"sharpness: client {client} reports a curvature of {ratio:.3g}, which is not plausible")

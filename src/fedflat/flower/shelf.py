@@ -55,7 +55,7 @@ class DiskShelf:
 
     def __init__(self, directory: Path, run: str, client: int) -> None:
         if not run.isalnum():  # the name comes from the server and must not lead to another directory
-            raise RunError(f"the server calls its run {run!r}, which cannot be the name of a directory")
+            raise RunError(f"the server's name of the run, {run!r}, cannot be the name of a directory")
         self._folder = directory / run / f"client-{client}"
 
     @property
@@ -64,7 +64,7 @@ class DiskShelf:
         if self._folder.exists():
             return ""
         others = len([*self._folder.parents[1].glob(f"*/{self._folder.name}")])
-        full = f"the memory of {others} other runs is kept here; delete that of runs that have ended"
+        full = f"the memory of {others} other runs is stored here; delete the memory of runs that have ended"
         return full if others >= OTHERS else ""
 
     def rounds(self) -> list[int]:
@@ -126,10 +126,10 @@ def recall(shelf: Shelf, mark: Mark | None, anew: bool) -> tuple[Vectors | None,
     found = shelf.read(mark.round)
     if found is not None and hashlib.sha256(found).hexdigest() == mark.digest:
         return from_safetensors(found), ""
-    trouble = f"its memory of round {mark.round} is {'gone' if found is None else 'not the one that it kept then'}"
+    trouble = f"its memory of round {mark.round} is {'missing' if found is None else 'not the one it stored then'}"
     if not anew:
-        raise MemoryLostError(f'{trouble}; bring it back, or set deployment.memory = "anew" to begin with none')
-    return None, f"{trouble}; it began anew"
+        raise MemoryLostError(f'{trouble}; restore it, or set deployment.memory = "anew" to start without memory')
+    return None, f"{trouble}; it started without memory"
 
 
 def keep(shelf: Shelf, round: int, memory: Vectors, about: dict[str, str], valid: Mark | None) -> Mark:

@@ -44,7 +44,7 @@ class Tally:
     def agree(self, run: str, digest: str) -> None:
         """Check that a run keeps the recipe that it began with."""
         if self.recipes.setdefault(run, digest) != digest:
-            raise PolicyError("recipe: it is not the one that this run began with")
+            raise PolicyError("recipe: it is not the one that this run started with")
         while len(self.recipes) > RUNS:
             del self.recipes[next(iter(self.recipes))]
 
@@ -52,7 +52,7 @@ class Tally:
         """Record an answer, if the policy allows one more."""
         given, most = self.answers.get(question, 0), getattr(policy.answers, question)
         if given >= most:
-            raise PolicyError(f"{question}: {given} were answered, and answers.{question} = {most}")
+            raise PolicyError(f"{question}: {given} answers were given already, answers.{question} = {most}")
         if question == "train":
             self._spend_privacy(policy.privacy, rules.cost(method))
         self.answers[question] = given + 1
@@ -60,7 +60,7 @@ class Tally:
     def _spend_privacy(self, least: Insists, cost: float) -> None:
         total = self.spent + cost
         if least.epsilon is not None and (would := rules.epsilon(total, least.delta)) > least.epsilon:
-            raise PolicyError(f"train: this client's ε would come to {would:.3g}, privacy.epsilon = {least.epsilon:g}")
+            raise PolicyError(f"train: this client's ε would reach {would:.3g}, privacy.epsilon = {least.epsilon:g}")
         if math.isfinite(total):  # without a budget, uploads without noise are sent and not counted
             self.spent = total
 
@@ -131,18 +131,18 @@ def _read(text: str | bytes, where: str) -> Tally:
         counts = [*tally.answers.values(), *tally.refused.values()]
         texts = [tally.last, *tally.recipes.keys(), *tally.recipes.values()]
         if not all(type(n) is int and n >= 0 for n in counts) or not all(isinstance(text, str) for text in texts):
-            raise ValueError("its counts make no sense")
+            raise ValueError("its counts are not valid")
         if type(tally.spent) not in (int, float) or not 0 <= tally.spent <= sys.float_info.max:
-            raise ValueError("what it has spent makes no sense")
+            raise ValueError("`spent` is not valid")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise PolicyError(f"{where}: the client's ledger is damaged ({error}); bring it back from a backup") from None
+        raise PolicyError(f"{where}: the client's ledger is damaged ({error}); restore it from a backup") from None
     return tally
 
 
 def _refuse_open(path: Path) -> None:
     """Refuse files open to other users, who could reset the ledger by removing it, or read the secret."""
     if how := open_to_others(path):
-        raise PolicyError(f"{path}: must be this user's alone, but {how}")
+        raise PolicyError(f"{path}: must be accessible to this user only, but {how}")
 
 
 def own_secret(path: Path) -> bytes:
@@ -162,7 +162,7 @@ def own_secret(path: Path) -> bytes:
     except ValueError:
         known = b""
     if len(known) != 32:
-        raise PolicyError(f"{path}: is damaged; bring it back from a backup")
+        raise PolicyError(f"{path}: is damaged; restore it from a backup")
     return known
 
 

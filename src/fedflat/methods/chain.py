@@ -98,6 +98,11 @@ class Method:
         """Names and lengths of the short vectors that clients upload, whose length does not depend on the model."""
         return {name: size for name, size in self._found.uploads.items() if isinstance(size, int)}
 
+    @cached_property
+    def squares(self) -> frozenset[str]:
+        """Names of the uploaded vectors that have no negative entries."""
+        return frozenset(link.uploads[name] for link in self._all() for name in link.part.squares)
+
     def sent_sizes(self, layout: Layout) -> dict[str, int]:
         """Return the sizes of all vectors that the server sends for a model, including the weights."""
         return {"weights": layout.size, **resolved(self._found.sent, layout)}

@@ -151,6 +151,11 @@ class Part:
         """Names of the vectors that the part sends or uploads with one number per tensor of the model."""
         return ()
 
+    @property
+    def squares(self) -> tuple[str, ...]:
+        """Names of the uploaded vectors that have no negative entries, such as second moments."""
+        return ()
+
     def fits(self, layout: Layout) -> None:
         """Raise a RecipeError if the part cannot be used with a network that has these trained tensors."""
 

@@ -39,6 +39,11 @@ class Upload:
         """‖Δ‖, which is not finite if any entry of Δ is not."""
         return float(torch.linalg.vector_norm(self.delta))
 
+    @cached_property
+    def norms(self) -> dict[str, float]:
+        """The norms of the vectors beside Δ."""
+        return {name: float(torch.linalg.vector_norm(vector)) for name, vector in self.vectors.items()}
+
     def __getitem__(self, name: str) -> Tensor:
         return self.delta if name == "delta" else self.vectors[name]
 

@@ -99,7 +99,7 @@ class Admission(Section):
     )
     max_samples: int = Field(1_000_000_000, ge=1, description="largest number of samples that a client may claim")
     max_share: float = Field(
-        10.0, ge=0, description="samples that count for a client of a deployment, in units of the median; 0 = all"
+        3.0, ge=0, description="samples that count for a client of a deployment, in units of the median; 0 = all"
     )
 
 
@@ -127,6 +127,11 @@ class Deployment(Section):
     )
     draws: Literal["secret", "recipe"] = Field(
         "secret", description="cohorts and samples' order by each side's secret, or to rehearse by the recipe's seed"
+    )
+    outlier: float = Field(
+        5.0,
+        ge=0,
+        description="largest ‖Δ‖ in units of the cohorts' running median, in place of admission.outlier; 0 = any",
     )
     misses: int = Field(3, ge=1, description="rounds in a row without a reply after which a client is asked less often")
     metrics: int = Field(0, ge=0, le=65535, description="port of the server's /metrics for Prometheus; 0 = none")

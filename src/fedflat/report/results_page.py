@@ -5,6 +5,7 @@ python -m fedflat.report.results_page docs
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,18 @@ from pathlib import Path
 from fedflat.report.method_runs import figures, studied
 from fedflat.report.svg_plots import curves, forest
 from fedflat.report.verdicts import bound_text, effect_text
-from fedflat.runs import Effect, Evidence, State, load_claim, load_studies, shipped_claims, shipped_evidence, state_of
+from fedflat.runs import (
+    Effect,
+    Evidence,
+    State,
+    load_claim,
+    load_studies,
+    read_tuned,
+    shipped_claims,
+    shipped_evidence,
+    state_of,
+    tuned_rows,
+)
 
 FIGURES = "figures/claims"
 HEAD = """# The papers' claims, and what we found
@@ -57,8 +69,11 @@ def page(found: Sequence[State]) -> str:
         lines.append(f"| {' | '.join(map(_cell, row))} |")
     for state in found:
         lines += ["", *_section(state)]
-    lines += ["", "## The studies", ""]
-    lines += ["Test accuracy over the rounds: the mean of the seeds, and their range.", ""]
+    lines += ["", *_searches(), "## The studies", ""]
+    lines += [
+        "Test accuracy over the rounds: the mean of the seeds, and in figures of at most four curves their range.",
+        "",
+    ]
     for name in study_curves(found):
         lines += [f"### {name}", "", f"![{name}]({FIGURES}/study-{name}.svg)", ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -70,10 +85,28 @@ def _section(state: State) -> list[str]:
     told = (("Says", claim.says), ("Prints", claim.printed), ("Here", claim.here))
     lines += [f"- {head}: {text}" for head, text in told if text]
     lines += [f"- {note}" for note in claim.notes]
+    if claim.pilot:
+        seeds = ", ".join(map(str, claim.pilot))
+        lines.append(f"- The number of seeds was decided after a look at the seeds {seeds}. These do not count here.")
     if not state.known:
         return [*lines, "", f"None of its {state.runs} runs has been made: `fedflat claims {claim.name}`."]
     lines += ["", f"![{claim.title}]({FIGURES}/{claim.name}.svg)", "", *_table(state.effects)]
     return lines
+
+
+def _searches() -> list[str]:
+    """What each method was given in the searches whose settings the tuned claims use."""
+    files = sorted((shipped_evidence() / "tuning").glob("*.json"))
+    if not files:
+        return []
+    lines = ["## The searches", ""]
+    lines += ["The settings of the tuned claims, found by `fedflat tune` with the same budget for every method, on"]
+    lines += ["samples held out from the clients' training data and on seeds from 10,000 on."]
+    for path in files:
+        rows = tuned_rows(read_tuned(path))
+        lines += ["", f"### {path.stem}", "", f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
+        lines += [f"| {' | '.join(map(_cell, row.values()))} |" for row in rows]
+    return [*lines, ""]
 
 
 def _table(effects: Sequence[Effect]) -> list[str]:
@@ -84,7 +117,8 @@ def _table(effects: Sequence[Effect]) -> list[str]:
     for effect in effects:
         beside = effect.printed
         if effect.pooled:
-            beside = "{:+.2f} ({:+.2f} to {:+.2f})".format(*effect.pooled).replace("-", "−")
+            tau, *ends = (f"{value:+.2f}".replace("-", "−") for value in effect.pooled)
+            beside = tau if math.isnan(effect.pooled[1]) else f"{tau} ({' to '.join(ends)})"
         seeds = str(effect.finding.seeds)
         row = (effect.name, bound_text(effect), effect_text(effect), seeds, str(effect.finding), beside)
         lines.append(f"| {' | '.join(map(_cell, row))} |")

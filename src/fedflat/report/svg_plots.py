@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from fedflat.drawing import COLOURS
-from fedflat.report.verdicts import bound_text, number
+from fedflat.report.verdicts import bound_text, effect_text, number
 from fedflat.runs import Effect
 
 WORDS = {"holds": "#009E73", "does not hold": "#D55E00", "undecided": "#767676"}
-WIDTH, LINE, LEFT, RIGHT = 860, 26, 430, 24
+LINE, LEFT, PLOT = 26, 430, 250  # of a forest: height of a row, width of its names, width of its axes
+BESIDE = 270  # width of the effects in numbers, right of the axes
+BANDS = 4  # with more curves than this the bands of the seeds would hide each other
+LETTER = 6.9  # average width of a letter of a legend
 FONT = 'font-family="system-ui, sans-serif" font-size="13"'
 
 Curve = Sequence[tuple[int, float]]
@@ -50,7 +53,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 def forest(effects: Sequence[Effect], title: str) -> str:
     """Effects with their intervals, one below the other, each on its own axis. The dashed line is the bound.
 
-    Parts of a claim have different units, so each row is scaled by the distance that its interval and bound span.
+    Parts of a claim have different units, so each row is scaled by the distance that its interval and bound span, and
+    has its numbers beside it.
     """
     rows = [effect for effect in effects if not math.isnan(effect.finding.mean)]
     height = LINE * len(rows) + 34
@@ -64,9 +68,10 @@ def forest(effects: Sequence[Effect], title: str) -> str:
         if not math.isnan(found.low):
             body.append(_line(place(found.low), y, place(found.high), y, colour, 3))
         body.append(f'<circle cx="{place(found.mean):.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
+        body.append(_text(LEFT + PLOT + 16, y + 4, effect_text(effect), colour=colour))
     key = ((LEFT, "holds"), (LEFT + 70, "does not hold"), (LEFT + 185, "undecided"))
     body += [_text(x, height - 8, word, colour=WORDS[word]) for x, word in key]
-    return _page(WIDTH, height, body, title)
+    return _page(LEFT + PLOT + BESIDE, height, body, title)
 
 
 def _scale(effect: Effect) -> Callable[[float], float]:
@@ -74,42 +79,60 @@ def _scale(effect: Effect) -> Callable[[float], float]:
     change: Callable[[float], float] = math.log if effect.unit == "ratio" else float
     found, bound = effect.finding, change(effect.bound)
     ends = [change(value) for value in (found.low, found.mean, found.high) if not math.isnan(value)]
-    reach, half = max(abs(end - bound) for end in ends) or 1.0, (WIDTH - LEFT - RIGHT) / 2
+    reach, half = max(abs(end - bound) for end in ends) or 1.0, PLOT / 2
     return lambda value: LEFT + half + half * (change(value) - bound) / reach
 
 
-def curves(lines: Mapping[str, Sequence[Curve]], title: str, height: float = 300) -> str:
-    """A metric over the rounds: for each name the mean over its runs, and their range as a band."""
-    left, right, top, bottom = 48.0, 400.0, 16.0, 40.0
+def curves(lines: Mapping[str, Sequence[Curve]], title: str) -> str:
+    """A metric over the rounds: for each name the mean over its runs, and with few names their range as a band.
+
+    The legend has the order in which the curves end.
+    """
     merged = {name: _merged(runs) for name, runs in lines.items()}
+    bands = len(merged) <= BANDS
+    left, top, bottom, height = 48.0, 16.0, 40.0, 300.0 if bands else 420.0
+    end = left + 420.0
     rounds = [r for curve in merged.values() for r, *_ in curve]
-    values = [v for curve in merged.values() for _, *some in curve for v in some]
+    values = [v for curve in merged.values() for _, mean, *ends in curve for v in (mean, *(ends if bands else ()))]
     span = max(values) - min(values) or 1.0
     low, high, last = min(values) - 0.03 * span, max(values) + 0.03 * span, max(rounds)
 
     def at(round: float, value: float) -> str:
-        x = left + (WIDTH - left - right) * round / last
+        x = left + (end - left) * round / last
         return f"{x:.1f},{top + (height - top - bottom) * (high - value) / (high - low):.1f}"
 
     body = []
     for tick in ticks(low, high):
         x, y = map(float, at(0, tick).split(","))
-        body += [_line(x, y, WIDTH - right, y, "#e0e0e0"), _text(x - 6, y + 4, number(tick), "end")]
+        body += [_line(x, y, end, y, "#e0e0e0"), _text(x - 6, y + 4, number(tick), "end")]
     for tick in ticks(0, last):
         x, _ = map(float, at(tick, low).split(","))
         body.append(_text(x, height - bottom + 18, number(tick), "middle"))
-    body.append(_text(WIDTH - right, height - 4, "round", "end"))
-    for index, (name, curve) in enumerate(merged.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        band = [at(r, most) for r, _, _, most in curve] + [at(r, least) for r, _, least, _ in reversed(curve)]
-        body.append(f'<polygon points="{" ".join(band)}" fill="{colour}" fill-opacity="0.15"/>')
+    body.append(_text(end, height - 4, "round", "end"))
+    styles = {
+        name: (COLOURS[i % len(COLOURS)], ("", "6 3", "2 3")[i // len(COLOURS) % 3]) for i, name in enumerate(merged)
+    }
+    for name, curve in merged.items():
+        colour, dash = styles[name]
+        if bands:
+            band = [at(r, most) for r, _, _, most in curve] + [at(r, least) for r, _, least, _ in reversed(curve)]
+            body.append(f'<polygon points="{" ".join(band)}" fill="{colour}" fill-opacity="0.15"/>')
         mean = " ".join(at(r, middle) for r, middle, _, _ in curve)
-        dash = ' stroke-dasharray="6 3"' if index >= len(COLOURS) else ""
-        body.append(f'<polyline points="{mean}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
-        y = top + 10 + 19 * index
-        body.append(_line(WIDTH - right + 12, y - 4, WIDTH - right + 32, y - 4, colour, 2, "6 3" if dash else ""))
-        body.append(_text(WIDTH - right + 38, y, name))
-    return _page(WIDTH, max(height, top + 19 * len(merged) + 16), body, title)
+        dashed = f' stroke-dasharray="{dash}"' if dash else ""
+        body.append(f'<polyline points="{mean}" fill="none" stroke="{colour}" stroke-width="2"{dashed}/>')
+    names = sorted(merged, key=lambda name: -merged[name][-1][1])
+    body += _legend([(name, *styles[name]) for name in names], end + 12, top + 10)
+    width = max(860.0, end + 46 + LETTER * max(map(len, merged)))
+    return _page(width, max(height, top + 19 * len(merged) + 16), body, title)
+
+
+def _legend(entries: Sequence[tuple[str, str, str]], x: float, y: float) -> list[str]:
+    """Names with the colour and dash of their curves, one below the other."""
+    body = []
+    for index, (name, colour, dash) in enumerate(entries):
+        here = y + 19 * index
+        body += [_line(x, here - 4, x + 20, here - 4, colour, 2, dash), _text(x + 26, here, name)]
+    return body
 
 
 def _merged(runs: Sequence[Curve]) -> list[tuple[int, float, float, float]]:

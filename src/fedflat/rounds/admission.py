@@ -7,32 +7,30 @@ the client's memory.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from statistics import median
-from typing import Any
 
 import torch
 
 from fedflat.errors import DataError, FedflatError, TrainingError, printable, shown
 from fedflat.federation import Federation
-from fedflat.local import Vectors
 from fedflat.methods import Upload
 from fedflat.recipe import Admission
 from fedflat.rounds.client import local_rule
+from fedflat.rounds.faults import MOST, misfit, misnoted, negative, number, whole
+from fedflat.rounds.medians import middle_norms, norm_of
 from fedflat.rounds.setup import FAILURES, Broadcast, Problem, Refusal
 
 ADVICE = {
     "not finite": "lower local.lr or set local.clip",
-    "norm": "lower local.lr, set local.clip, or raise admission.max_norm, admission.max_ratio or admission.outlier",
+    "norm": "lower local.lr, set local.clip, or raise the limit: admission.max_norm, admission.max_ratio, "
+    "admission.outlier, or in a deployment deployment.outlier",
     "hung": "raise admission.deadline if its local round may take that long",
     "raised": 'with admission.failures = "stop" and engine.name = "inline" its traceback is shown',
 }
 SYMBOLS = {"delta": "Δ"}
-MOST = 1e9  # limit on a client's steps, learning rate, figures and notes: above any valid value, far below overflow
-NOTES = 1000  # limit per upload of a client
 CLOSE = 1e-3  # relative error allowed for a number that the server knows: float32, and other libraries
 FAR = 1e3  # allowed factor between a client's numbers and the recipe's if the server has no better estimate
 
@@ -45,7 +43,8 @@ class Gate:
         limits: the recipe's section `admission`.
         broadcast: what the clients of the round received.
         failed: clients that have already failed in this round.
-        scale: the running median of ‖Δ‖ over previous rounds; None if unknown or not used.
+        scales: the running median of ‖Δ‖ over previous rounds, and in a deployment of every other vector's norm; empty
+            if unknown or not used.
         hold: whether all uploads may be held back to compare them with each other.
     """
 
@@ -55,11 +54,12 @@ class Gate:
         limits: Admission,
         broadcast: Broadcast,
         failed: Iterable[Refusal] = (),
-        scale: float | None = None,
+        scales: Mapping[str, float] | None = None,
         hold: bool = False,
     ) -> None:
         self._problem, self._limits, self._broadcast = problem, limits, broadcast
-        self._scale, self._hold = scale, hold
+        self._scales, self._hold = dict(scales or {}), hold
+        self._outlier = problem.recipe.deployment.outlier if problem.deployed else limits.outlier
         self.refused = list(failed)
         self.away = {refusal.client for refusal in self.refused}
 
@@ -74,7 +74,7 @@ class Gate:
         if self._limits.max_ratio or self._hold:
             yield from self._near(list(sound))
         else:
-            yield from (upload for upload in sound if self._usual(upload, self._scale))
+            yield from (upload for upload in sound if self._usual(upload, self._scales))
 
     def _sound(self, arriving: Iterable[Upload | Refusal]) -> Iterator[Upload]:
         for each in arriving:
@@ -96,24 +96,31 @@ class Gate:
         # the order of the sums.
         self.away.difference_update(upload.client for upload in uploads)
         middle, ratio = median(upload.norm for upload in uploads) if uploads else 0.0, self._limits.max_ratio
-        known = [s for s in (self._scale, middle if len(uploads) > 2 else None) if s is not None]
+        scales = self._scales
+        if len(uploads) > 2:
+            here = middle_norms(self._problem, uploads)
+            scales = {name: max(scales.get(name, 0.0), norm) for name, norm in here.items()}
         for upload in uploads:
             if ratio and upload.norm > ratio * middle:
-                self._refuse_long(upload, f"{ratio:g} × the cohort's median {middle:.3g}")
-            elif self._usual(upload, max(known, default=None)):
+                self._refuse_long(upload, "delta", upload.norm, f"{ratio:g} × the cohort's median {middle:.3g}")
+            elif self._usual(upload, scales):
                 yield upload
 
-    def _usual(self, upload: Upload, scale: float | None) -> bool:
+    def _usual(self, upload: Upload, scales: Mapping[str, float]) -> bool:
         """Whether ‖Δᵢ‖ ≤ outlier · scale · max(1, Kᵢ/K̄), where K̄ is the mean number of steps per client.
 
-        If a client claims more samples than count, its steps are scaled down in proportion.
+        If a client claims more samples than count, its steps are scaled down in proportion. In a deployment the other
+        vectors of an upload are compared too, each with its own scale and with outlier² as factor, because some are
+        squares (FedAdamW's second moments).
         """
-        limit = self._limits.outlier * scale if self._limits.outlier and scale else math.inf
         steps = upload.steps * min(1.0, self.most / upload.samples)
-        if upload.norm <= limit or upload.norm <= limit * steps / self._mean_steps:
-            return True
-        self._refuse_long(upload, f"{self._limits.outlier:g} × the cohorts' running median {scale:.3g}")
-        return False
+        for name, scale in scales.items():
+            norm, factor = norm_of(upload, name), self._outlier if name == "delta" else self._outlier**2
+            limit = factor * scale if factor and scale else math.inf
+            if not (norm <= limit or norm <= limit * steps / self._mean_steps):
+                self._refuse_long(upload, name, norm, f"{factor:g} × the cohorts' running median {scale:.3g}")
+                return False
+        return True
 
     @cached_property
     def most(self) -> float:
@@ -129,8 +136,8 @@ class Gate:
     def _mean_steps(self) -> int:
         return local_rule(self._problem, self._broadcast, -1, 1).typical_steps
 
-    def _refuse_long(self, upload: Upload, limit: str) -> None:
-        self._refuse(Refusal(upload.client, "norm", f"‖Δ‖ = {upload.norm:.3g} is more than {limit}"))
+    def _refuse_long(self, upload: Upload, name: str, norm: float, limit: str) -> None:
+        self._refuse(Refusal(upload.client, "norm", f"‖{SYMBOLS.get(name, name)}‖ = {norm:.3g} is more than {limit}"))
 
     def _refuse(self, refusal: Refusal) -> None:
         refusal = replace(refusal, reason=printable(refusal.reason, 40), detail=printable(refusal.detail))
@@ -155,6 +162,7 @@ class Gate:
             or self._misweighed(upload)
             or self._misclaimed(upload)
             or misnoted(upload.notes, self._problem)
+            or negative(upload, self._problem)
             or self._unbounded(upload)
         )
         return Refusal(upload.client, *fault) if fault else None
@@ -162,9 +170,9 @@ class Gate:
     def _misweighed(self, upload: Upload) -> tuple[str, str] | None:
         if wrong := check_samples(upload.samples, self._limits):
             return "weight", wrong
-        if not (_whole(upload.steps) and 1 <= upload.steps <= MOST):
+        if not (whole(upload.steps) and 1 <= upload.steps <= MOST):
             return "weight", f"steps = {shown(upload.steps)} is not a whole number from 1 to {MOST:g}"
-        if not (_number(upload.lr) and 0 < upload.lr <= MOST):
+        if not (number(upload.lr) and 0 < upload.lr <= MOST):
             return "weight", f"lr = {shown(upload.lr)} is not above 0 and at most {MOST:g}"
         for name in self._problem.method.figures:
             if not bool(((upload[name] > 0) & (upload[name] <= MOST)).all()):
@@ -200,12 +208,11 @@ class Gate:
         return None
 
     def _unbounded(self, upload: Upload) -> tuple[str, str] | None:
-        if not (_number(upload.loss) and math.isfinite(upload.loss)):
+        if not (number(upload.loss) and math.isfinite(upload.loss)):
             return "not finite", f"its model is no longer finite (mean loss {shown(upload.loss)})"
         if self._problem.deployed and abs(upload.loss) > MOST:
             return "claim", f"loss = {upload.loss:.3g} is beyond {MOST:g}"
-        norms = {name: float(torch.linalg.vector_norm(vector)) for name, vector in upload.vectors.items()}
-        for name, norm in {"delta": upload.norm, **norms}.items():
+        for name, norm in {"delta": upload.norm, **upload.norms}.items():
             # A norm may overflow even if no entry does.
             if not math.isfinite(norm) and not bool(torch.isfinite(upload[name]).all()):
                 return "not finite", f"{SYMBOLS.get(name, name)} has entries that are not finite"
@@ -220,7 +227,7 @@ def check_samples(samples: object, limits: Admission) -> str:
     >>> check_samples(2**62, Admission())
     'samples = 4611686018427387904 is not a whole number from 1 to 1000000000 (admission.max_samples)'
     """
-    if isinstance(samples, int) and _whole(samples) and 1 <= samples <= limits.max_samples:
+    if isinstance(samples, int) and whole(samples) and 1 <= samples <= limits.max_samples:
         return ""
     return f"samples = {shown(samples)} is not a whole number from 1 to {limits.max_samples} (admission.max_samples)"
 
@@ -243,92 +250,9 @@ def known_samples(federation: Federation, client: int) -> int | None:
         return None
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, float) or (_whole(value) and abs(value) < 2**1000)
-
-
 def _span(known: Sequence[float | None], like: Sequence[float]) -> list[tuple[float, float]]:
     """The allowed range of numbers: close to a known value, else within a factor of similar ones."""
     return [
         (about / FAR, about * FAR) if value is None else (value * (1 - CLOSE), value * (1 + CLOSE))
         for value, about in zip(known, like, strict=True)
     ]
-
-
-def misnoted(notes: Mapping[str, float], problem: Problem) -> tuple[str, str] | None:
-    """Return what is wrong with a client's notes: too many, an undeclared name, or an extreme value.
-
-    Nothing is checked in a simulation: a user-defined part may add notes that the small example did not show.
-
-    Returns:
-        The reason in a word and the details; None if nothing is wrong.
-    """
-    if not problem.deployed or not notes:
-        return None
-    if len(notes) > NOTES:
-        return "notes", f"{len(notes):,} of them, where {NOTES:,} are allowed"
-    layers = _layers(problem)
-    for name, value in notes.items():
-        if not _declared(name, problem.notes, layers):
-            return "notes", f"{shown(name)} is not a name under which this method notes anything"
-        if not (_number(value) and abs(value) <= MOST):
-            return "notes", f"{name} = {shown(value)} is not a number within ±{MOST:g}"
-    return None
-
-
-def _declared(name: object, names: Set[str], layers: Set[str]) -> bool:
-    """Whether the method declares this name, where * stands for a layer; "relu#2" is the second use of relu."""
-    if not isinstance(name, str):
-        return False
-    root, _, layer = name.rpartition("/")
-    return name in names or (f"{root}/*" in names and re.sub(r"#[1-9][0-9]?$", "", layer) in layers)
-
-
-def _layers(problem: Problem) -> set[str]:
-    """The names of the network's modules, and of parameters outside any module."""
-    modules = {name for name, _ in problem.network.module.named_modules()}
-    return modules | {name for name in problem.network.layout.shapes if "." not in name}
-
-
-def misfit(upload: Upload, problem: Problem) -> tuple[str, str] | None:
-    """Return what is wrong with the names, shapes or dtypes of a client's upload.
-
-    Returns:
-        The reason in a word and the details; None if nothing is wrong.
-    """
-    sizes, dtype = problem.uploads, problem.network.weights.dtype
-    vectors = {"delta": upload.delta, **upload.vectors}
-    return _misnamed({*upload.vectors}, {*sizes} - {"delta"}) or _misshapen(vectors, sizes, dtype)
-
-
-def misfit_memory(kept: Vectors, problem: Problem) -> tuple[str, str] | None:
-    """Return what is wrong with the shapes or dtypes of the memory that a client wants to keep.
-
-    Returns:
-        The reason in a word and the details; None if nothing is wrong.
-    """
-    known = {name: kept[name] for name in problem.memory.keys() & kept.keys()}
-    return _misshapen(known, problem.memory, problem.network.weights.dtype)
-
-
-def _misnamed(found: Set[str], expected: Set[str]) -> tuple[str, str] | None:
-    missing, extra = expected - found, found - expected
-    if missing:
-        return "names", f"{', '.join(sorted(missing))} is missing"
-    return ("names", f"{', '.join(sorted(map(shown, extra)))} was not asked for") if extra else None
-
-
-def _misshapen(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, int], dtype: torch.dtype
-) -> tuple[str, str] | None:
-    for name, vector in found.items():
-        if not isinstance(vector, torch.Tensor) or vector.shape != (expected[name],):
-            shape = tuple(vector.shape) if isinstance(vector, torch.Tensor) else type(vector).__name__
-            return "shape", f"{name} is {shape}, not {(expected[name],)}"
-        if vector.dtype != dtype:
-            return "dtype", f"{name} is {vector.dtype}, not {dtype}"
-    return None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -18,12 +17,10 @@ from fedflat.rounds.admission import Gate
 from fedflat.rounds.cohort import expected_cohort
 from fedflat.rounds.interface import Engine, one_thread
 from fedflat.rounds.measures import SINGLE, measured
+from fedflat.rounds.medians import first_medians, next_medians, running_medians
 from fedflat.rounds.metrics import bytes_of
 from fedflat.rounds.setup import Broadcast, Problem, Refusal
 from fedflat.rounds.state import ServerState
-
-NORMS = "gate.norms"  # key in the server's state: the cohorts' median ‖Δ‖ of the last rounds, 0 = none
-WINDOW = 5  # rounds; short, because honest norms may change slowly
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,7 @@ def first_state(problem: Problem) -> ServerState:
     """Return the state before round 0: the network's initial weights, and zeros for the state of the parts."""
     network = problem.network
     weights, buffers = network.weights.clone(), network.buffers.clone()
-    norms = torch.zeros(WINDOW, dtype=torch.float64)
-    return ServerState(weights, buffers, {**problem.method.first_state(weights), NORMS: norms})
+    return ServerState(weights, buffers, {**problem.method.first_state(weights), **first_medians(problem)})
 
 
 def view(problem: Problem, state: ServerState, server: Server | None = None) -> ServerView:
@@ -100,7 +96,9 @@ def conduct(
         sent["buffers"] = state.buffers
     broadcast = Broadcast(state.round, local.lr * local.lr_decay**state.round, sent)
     single = bool(SINGLE & {*watch.measures}) or not problem.method.only_averages
-    uploads, gate = _heard(problem, server, engine, broadcast, cohort, limits, single, _scale(problem, state))
+    uploads, gate = _heard(
+        problem, server, engine, broadcast, cohort, limits, single, running_medians(problem, state.vectors)
+    )
     report = RoundReport(
         cohort=sorted(_same(upload.client) for upload in uploads),
         local_loss=sum(w * u.loss for w, u in zip(uploads.weights, uploads, strict=True)) if uploads else math.nan,
@@ -122,26 +120,8 @@ def conduct(
         due = round == server.rounds or bool(watch.every and round % watch.every == 0)
         report = replace(report, measures=measured(engine, state, merged, uploads, sent["weights"], watch, due))
     engine.remember(uploads)
-    return replace(merged, round=state.round + 1, vectors={**merged.vectors, **_norms(state, uploads)}), report
-
-
-def _scale(problem: Problem, state: ServerState) -> float | None:
-    """The running median of ‖Δ‖: the median of the last rounds' medians.
-
-    None if there is none yet, or if the server may not compare clients: when privacy rests on a sum, one client's
-    upload must not decide whether others count.
-    """
-    norms = state.vectors[NORMS]
-    seen = norms[norms > 0]
-    return None if problem.method.always_moves or not len(seen) else float(seen.quantile(0.5))
-
-
-def _norms(state: ServerState, uploads: Uploads) -> dict[str, Tensor]:
-    """The window of medians after one more round."""
-    middle = median(upload.norm for upload in uploads) if uploads else math.inf
-    if not math.isfinite(middle):  # a norm may overflow even if no entry does
-        return {}
-    return {NORMS: torch.cat([state.vectors[NORMS][1:], state.vectors[NORMS].new_tensor([middle])])}
+    vectors = {**merged.vectors, **next_medians(problem, state.vectors, uploads)}
+    return replace(merged, round=state.round + 1, vectors=vectors), report
 
 
 def _not_finite(before: ServerState, after: ServerState) -> str:
@@ -171,18 +151,17 @@ def _heard(
     cohort: Sequence[int],
     limits: Admission,
     single: bool,
-    scale: float | None,
+    scales: Mapping[str, float],
 ) -> tuple[Uploads, Gate]:
     """Collect the admitted uploads. Each Δ is freed once it is in the sum, unless single uploads are needed.
 
-    If all uploads are kept anyway, or nothing is known of their norms, the uploads of a round are compared with each
-    other.
+    In a deployment, and if all uploads are kept anyway, the uploads of a round are compared with each other.
 
     If clients share steps and one of them fails, the round starts again without it: the last bits of a client's numbers
     depend on which clients share its steps, and an absent client must not affect the others.
     """
-    hold = not problem.method.always_moves and (single or (scale is None and problem.deployed))
-    gate = Gate(problem, limits, broadcast, scale=scale, hold=hold)
+    hold = not problem.method.always_moves and (single or problem.deployed)
+    gate = Gate(problem, limits, broadcast, scales=scales, hold=hold)
     release = None if single else engine.release
     while True:
         before = len(gate.failed)
@@ -191,7 +170,7 @@ def _heard(
         uploads = collect(gate.admitted(arriving), server.average, order, gate.away, release, gate.most)
         if problem.group == 1 or len(gate.failed) == before:
             return uploads, gate
-        gate = Gate(problem, limits, broadcast, gate.failed, scale, hold)
+        gate = Gate(problem, limits, broadcast, gate.failed, scales, hold)
         cohort = [client for client in cohort if client not in {refusal.client for refusal in gate.failed}]
 
 

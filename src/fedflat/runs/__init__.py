@@ -22,6 +22,8 @@ from fedflat.runs.signals import CAUGHT
 from fedflat.runs.sweep.overrides import NAME, flattened, spelled
 from fedflat.runs.sweep.plan import FULL, load_sweep, shipped
 from fedflat.runs.sweep.results import Row, columns, mean_and_std, noted, places, read_rows
+from fedflat.runs.tune import read_tuned
+from fedflat.runs.tune import rows as tuned_rows
 
 __all__ = [
     "CAUGHT",
@@ -54,6 +56,7 @@ __all__ = [
     "read_recipe",
     "read_record",
     "read_rows",
+    "read_tuned",
     "sharpness_portion",
     "shipped",
     "shipped_claims",
@@ -62,4 +65,5 @@ __all__ = [
     "state_of",
     "summary",
     "train",
+    "tuned_rows",
 ]

@@ -15,6 +15,7 @@ from fedflat.methods import CATALOGUE
 from fedflat.models import MODELS, construction
 from fedflat.recipe import Recipe
 from fedflat.runs.own_classes import OWN
+from fedflat.runs.text_card import VOCABULARY, answer_code, imports_code, tokens_code
 
 if TYPE_CHECKING:
     from fedflat.runs.export import Signature
@@ -40,7 +41,7 @@ def card(
         "Method": _method(recipe),
         "Accuracy": _accuracy(federation, recipe, standing),
         "Use": _use(signature, "model.onnx" in digests),
-        "Limits": _limits(recipe, standing),
+        "Limits": _limits(recipe, signature, standing),
         "Recipe": f"```toml\n{recipe.to_toml()}```",
         "Files": _files(standing, digests),
     }
@@ -158,8 +159,9 @@ def _torch_code(signature: Signature) -> str:
     drawn = f"torch.rand(4, {shape}, dtype={signature.dtype})"
     if signature.vocabulary:
         drawn = f"torch.randint({signature.vocabulary}, (4, {shape}))"
+    given = f"{signature.name} = {drawn}  # yours: {signature.meaning}"
     return f"""\
-import torch
+{imports_code(signature)}import torch
 from safetensors.torch import load_file
 
 {chr(10).join([*imports, *([theirs] if theirs else [])])}
@@ -168,28 +170,29 @@ network = {call}{double}
 network.load_state_dict(load_file("model.safetensors"))
 model = {model}.eval()
 
-{signature.name} = {drawn}  # yours: {signature.meaning}
+{tokens_code(signature) or given}
 with torch.no_grad():
     logits = model({signature.name})
-"""
+{answer_code(signature)}"""
 
 
 def _onnx_code(signature: Signature) -> str:
     shape = ", ".join(map(str, signature.shape))
     drawn = f"np.random.rand(4, {shape}).astype(np.{str(signature.dtype).removeprefix('torch.')})"
     if signature.vocabulary:
-        drawn = f"np.random.randint({signature.vocabulary}, size=(4, {shape}))"
+        ours = "np.array([encoded(text) for text in texts])"
+        drawn = ours if signature.tokenizer else f"np.random.randint({signature.vocabulary}, size=(4, {shape}))"
     return f"""\
 import numpy as np
 import onnxruntime
 
 session = onnxruntime.InferenceSession("model.onnx")
-{signature.name} = {drawn}  # yours
+{signature.name} = {drawn}  # {"as above" if signature.tokenizer else "yours"}
 (logits,) = session.run(None, {{"{signature.name}": {signature.name}}})
 """
 
 
-def _limits(recipe: Recipe, standing: Facts) -> str:
+def _limits(recipe: Recipe, signature: Signature, standing: Facts) -> str:
     lines = [
         "It was trained and tested only on samples of this data set.",
         f"The {recipe.metric} above is from one run with one seed; other seeds give other values.",
@@ -199,6 +202,9 @@ def _limits(recipe: Recipe, standing: Facts) -> str:
         lines.append(f"It is differentially private with ε = {epsilon:.3g}, for the δ of its method.")
     elif not {"central_dp", "local_dp"} & {*_terms(recipe)}:
         lines.append("It is not differentially private: it may reveal information about single training samples.")
+    if signature.tokenizer and recipe.data.name != "shakespeare":  # LEAF's alphabet is fixed
+        unit = signature.tokenizer.unit
+        lines.append(f"`{VOCABULARY}` lists {unit}s of the training texts, which no privacy mechanism protects.")
     if recipe.model.name == "resnet18":
         lines.append("Its batch norm uses the statistics of the batch: an output depends on the other samples in it.")
     return "\n".join(f"- {line}" for line in lines)

@@ -18,7 +18,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import nn
 
 from fedflat.errors import RecipeError, RunError
-from fedflat.federation import Federation
+from fedflat.federation import Federation, Tokenizer
 from fedflat.files import read_whole, write_whole, written_to
 from fedflat.models import MODELS, Normalised, is_adapted, merged, source
 from fedflat.recipe import Recipe
@@ -27,6 +27,7 @@ from fedflat.runs.build import load_run
 from fedflat.runs.card import card
 from fedflat.runs.folder import Record, beside, read_recipe, whole_model
 from fedflat.runs.own_classes import kept_code
+from fedflat.runs.text_card import VOCABULARY, vocabulary_bytes
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Signature:
     dtype: torch.dtype
     vocabulary: int = 0
     per_token: bool = False
+    tokenizer: Tokenizer | None = None
+    labels: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, problem: Problem) -> Signature:
@@ -50,7 +53,7 @@ class Signature:
         pixels = data.train.inputs.dtype == torch.uint8 and not data.vocabulary
         mean, std = data.mean or (0.0,), data.std or (1.0,)
         dtype = problem.network.weights.dtype
-        tokens = data.vocabulary, problem.task.output == "tokens"
+        tokens = data.vocabulary, problem.task.output == "tokens", data.tokenizer, data.labels
         return cls(model.name, model.options(), data.shape, data.classes, mean, std, pixels, dtype, *tokens)
 
     @property
@@ -62,7 +65,8 @@ class Signature:
     def meaning(self) -> str:
         """The meaning of the input's numbers."""
         if self.vocabulary:
-            return f"token ids from 0 to {self.vocabulary - 1} as in the data set, −1 after the end of a row"
+            where = f"in {VOCABULARY}" if self.tokenizer else "in the data set"
+            return f"token ids from 0 to {self.vocabulary - 1} as {where}, −1 after the end of a row"
         return "numbers in [0, 1] (bytes divided by 255)" if self.pixels else "numbers as in the data set"
 
     @property
@@ -119,6 +123,8 @@ def export(
         files["adapters.safetensors"] = _adapters(problem)
         module = merged(module)
     files["model.safetensors"] = _safetensors(module, signature)
+    if signature.tokenizer:
+        files[VOCABULARY] = vocabulary_bytes(signature.tokenizer, signature.labels)
     if code := _code(run, recipe, signature):
         files["network.py"] = code.encode()
     if onnx:

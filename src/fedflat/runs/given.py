@@ -29,7 +29,6 @@ from fedflat.tasks import GIVEN as GIVEN_TASK
 
 RECIPE, SPLIT, DATA = "recipe.toml", "split.npz", "data.safetensors"
 LARGEST = 2**28  # bytes of samples that are kept with a run
-FACTS = ("name", "classes", "mean", "std", "vocabulary", "task")
 
 
 def described(federation: Federation, begun: Path | None = None) -> Record:
@@ -123,7 +122,7 @@ def _tensors(dataset: Dataset) -> dict[str, Tensor]:
 
 
 def _packed(dataset: Dataset) -> bytes:
-    facts = json.dumps({name: getattr(dataset, name) for name in FACTS}).encode()
+    facts = json.dumps(dataset.facts()).encode()
     tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in _tensors(dataset).items()}  # none is shared
     tensors |= {"facts": torch.frombuffer(bytearray(facts), dtype=torch.uint8)}
     return bytes(safetensors_bytes(tensors))
@@ -142,9 +141,7 @@ def read_data(path: Path) -> Dataset:
             Samples(tensors[f"{p}_inputs"], tensors[f"{p}_labels"], tensors.get(f"{p}_groups"))
             for p in ("train", "test")
         )
-        mean, std = (tuple(map(float, facts[name])) for name in ("mean", "std"))
-        name, classes, vocabulary = str(facts["name"]), int(facts["classes"]), int(facts["vocabulary"])
-        return Dataset(name, train, test, classes, mean, std, vocabulary, str(facts["task"]))
+        return Dataset.of_facts(train, test, facts)
     except (DataError, RunError) as error:
         raise RunError(f"{path}: {error}") from None
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -20,7 +20,7 @@ from safetensors.torch import load as from_safetensors
 from fedflat.errors import RunError
 from fedflat.files import opened, read_bytes
 from fedflat.local import Vectors
-from fedflat.rounds import ServerState
+from fedflat.rounds import NORMS, ServerState
 from fedflat.runs.folder import Record, refuse_other_base
 
 SCHEMA, READABLE = 2, (1, 2)  # 1: version 0.1, whose recipes had fewer fields
@@ -55,8 +55,8 @@ class Checkpoint:
         expected = {"weights": first.weights, "buffers": first.buffers}
         expected |= {f"state.{name}": vector for name, vector in first.vectors.items()}
         for name, vector in expected.items():
-            if name not in tensors and self.manifest["schema"] == 1:
-                tensors[name] = vector  # version 0.1 did not store it
+            if name not in tensors and (self.manifest["schema"] == 1 or name.startswith(f"state.{NORMS}")):
+                tensors[name] = vector  # earlier versions did not store it
             found = tensors.get(name)
             if found is None or (found.shape, found.dtype) != (vector.shape, vector.dtype):
                 raise RunError(f"{self._name}: its {name} does not fit the recipe's model and method")

@@ -78,6 +78,10 @@ class CarriedAdamW(CarriedDescent):
     def tensorwise(self) -> tuple[str, ...]:
         return ("square",) if self.blocks else ()
 
+    @property
+    def squares(self) -> tuple[str, ...]:
+        return ("square",)
+
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         square = self.unpacked(sent["square"], rule.layout)
         return rule.with_descent(AlignedAdamW(self, sent["direction"], square, rule.round * rule.steps))

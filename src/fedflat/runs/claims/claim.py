@@ -17,8 +17,9 @@ A claim file (`claims/NAME.toml`) has the paper's words and numbers, and one `[[
     compare = "ratio"                          # or "difference", the default
     bound = 1.0                                # what the effect must stay below; 0 for differences by default
 
-A study is a plain sweep file; several claims can look at the runs of one study. In place of parts a claim may have a
-`[ranking]`: measures that should rank the runs of its studies as another quantity does.
+A study is a plain sweep file; several claims can look at the runs of one study. `pilot = [0, 1, 2]` names seeds that
+were looked at before the number of seeds was decided; they do not count for the verdict. In place of parts a claim may
+have a `[ranking]`: measures that should rank the runs of its studies as another quantity does.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Claim(Section):
     here: str = Field(min_length=1)
     notes: list[str] = Field(default=[])
     study: str | None = None
+    pilot: list[int] = Field(default=[])
     need: Need = "all"
     part: list[Part] = Field(default=[])
     ranking: Ranking | None = None
@@ -115,12 +117,21 @@ class Claim(Section):
 
     def points(self, study: Sweep) -> list[Point]:
         """The runs of a study that the claim needs, in the order of its grid."""
+        judged = self.judged(study)
         if self.ranking and study.name in self.ranking.studies:
-            return list(study.points)
+            return judged
         wanted = [
             chosen for part in self.part if self.study_of(part) == study.name for chosen in (part.of, part.against)
         ]
-        return [point for point in study.points if any(w is not None and matches(point, w) for w in wanted)]
+        return [point for point in judged if any(w is not None and matches(point, w) for w in wanted)]
+
+    def judged(self, study: Sweep) -> list[Point]:
+        """The runs of a study that may count for the verdict: those of all seeds but the pilot's.
+
+        Adding seeds until a hypothesis is decided would make errors more frequent than the interval promises. Seeds
+        that nobody looked at when the number was decided keep the promise.
+        """
+        return [point for point in study.points if point.recipe.seed not in self.pilot]
 
 
 def matches(point: Point, values: Values) -> bool:
@@ -195,8 +206,9 @@ def _study_file(claim: Claim, name: str, beside: Path | None) -> Path:
 
 
 def _refuse_ambiguous(claim: Claim, part: Part, chosen: Values, study: Sweep) -> None:
-    seeds = [point.recipe.seed for point in study.points if matches(point, chosen)]
+    seeds = [point.recipe.seed for point in claim.judged(study) if matches(point, chosen)]
     if not seeds:
-        raise RecipeError(f"{claim.name}: part {part.name!r}: no run of the study {study.name} has {chosen}")
+        beside = " outside of the pilot" if claim.pilot else ""
+        raise RecipeError(f"{claim.name}: part {part.name!r}: no run of the study {study.name}{beside} has {chosen}")
     if len(set(seeds)) < len(seeds):
         raise RecipeError(f"{claim.name}: part {part.name!r}: {chosen} means several runs of one seed; say which")

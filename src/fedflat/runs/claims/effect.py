@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fedflat.flatness import LEVEL
+from fedflat.flatness import quantile
 from fedflat.runs.claims.claim import Claim, Part, Values, matches
 from fedflat.runs.claims.evidence import Evidence
 from fedflat.runs.claims.verdict import Finding, Hypothesis, Word, concluded, judge
-from fedflat.runs.sweep.plan import Sweep
+from fedflat.runs.sweep.plan import Point, Sweep
 from fedflat.runs.sweep.results import Row
 
-DRAWS = 10_000  # of the bootstrap
 FEWEST = 3  # runs that a ranking needs
 
 
@@ -78,7 +78,7 @@ class Effect:
         values: the effect for each seed, on the scale on which it was judged.
         means: mean quantity of the runs in question, and of those they are compared with (None if there are none).
         printed: what the paper prints.
-        pooled: for a ranking, τ over all runs at once, with the ends of its bootstrap interval.
+        pooled: for a ranking, τ over all runs at once, with the ends of its jackknife interval.
     """
 
     name: str
@@ -125,7 +125,7 @@ def state_of(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> 
     if claim.ranking:
         judged = _ranked(claim, studies, evidence)
     else:
-        judged = [_effect(part, studies[claim.study_of(part)], evidence) for part in claim.part]
+        judged = [_effect(claim, part, studies[claim.study_of(part)], evidence) for part in claim.part]
     rows = [evidence.of(study, point) for study in studies.values() for point in claim.points(study)]
     seconds = sum(row["metrics"].get("seconds", 0.0) for row in rows if row)
     controls = set(claim.ranking.beside) if claim.ranking else set()
@@ -134,10 +134,11 @@ def state_of(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> 
     return State(claim, effects, word, more, len(rows), sum(row is not None for row in rows), seconds / 3600)
 
 
-def _effect(part: Part, study: Sweep, evidence: Evidence) -> tuple[Effect, Hypothesis]:
-    mine = _by_seed(part, part.quantity, part.of, study, evidence)
+def _effect(claim: Claim, part: Part, study: Sweep, evidence: Evidence) -> tuple[Effect, Hypothesis]:
+    known = [(point, row) for point in claim.judged(study) if (row := evidence.of(study, point))]
+    mine = _by_seed(part, part.quantity, part.of, known)
     other = part.against_quantity or part.quantity
-    theirs = _by_seed(part, other, part.against, study, evidence) if part.against is not None else {}
+    theirs = _by_seed(part, other, part.against, known) if part.against is not None else {}
     seeds = sorted(seed for seed in mine if part.against is None or seed in theirs)
     scale = math.log if part.compare == "ratio" else float
     values = tuple(scale(mine[s]) - (scale(theirs[s]) if part.against is not None else 0.0) for s in seeds)
@@ -156,12 +157,11 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _by_seed(part: Part, name: str, chosen: Values, study: Sweep, evidence: Evidence) -> dict[int, float]:
-    """A quantity of the chosen runs that are known, by seed."""
+def _by_seed(part: Part, name: str, chosen: Values, known: Sequence[tuple[Point, Row]]) -> dict[int, float]:
+    """A quantity of the chosen runs among those that are known, by seed."""
     found: dict[int, float] = {}
-    for point in study.points:
-        row = evidence.of(study, point) if matches(point, chosen) else None
-        value = quantity(row, name, part, point.recipe.server.rounds) if row else None
+    for point, row in known:
+        value = quantity(row, name, part, point.recipe.server.rounds) if matches(point, chosen) else None
         if value is not None:
             found[point.recipe.seed] = value
     return found
@@ -172,24 +172,25 @@ def _ranked(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> l
 
     The runs of one seed share data, split and first weights and differ only in the method; the τ of the seeds are
     judged like any other effect. The τ over all runs also compares settings with each other; its interval is that of a
-    bootstrap over whole seeds of studies, because runs of one seed are not independent.
+    jackknife over the seeds of each study, because runs of one seed are not independent.
     """
     ranking = claim.ranking
     assert ranking is not None
-    clusters: list[list[Row]] = []
+    found: list[list[list[Row]]] = []
     for name in ranking.studies:
         seeds: dict[int, list[Row]] = {}
-        for point in studies[name].points:
+        for point in claim.judged(studies[name]):
             if row := evidence.of(studies[name], point):
                 seeds.setdefault(point.recipe.seed, []).append(row)
-        clusters += seeds.values()
+        found.append([*seeds.values()])
     judged: list[tuple[Effect, Hypothesis]] = []
     for measure in (*ranking.measures, *ranking.beside):
-        pairs = [kept for rows in clusters if len(kept := _pairs(rows, measure, ranking.quantity)) >= FEWEST]
-        values = tuple(tau for each in pairs if not math.isnan(tau := _tau(each)))
-        found = judge(values, ranking.bound, "higher")
-        pooled = pooled_tau(pairs) if pairs else None
-        shown = Effect(measure, found, ranking.bound, "higher", "τ", values, pooled=pooled)
+        ranked = [[_pairs(rows, measure, ranking.quantity) for rows in study] for study in found]
+        studied = [kept for study in ranked if (kept := [pairs for pairs in study if len(pairs) >= FEWEST])]
+        values = tuple(tau for study in studied for pairs in study if not math.isnan(tau := _tau(pairs)))
+        finding = judge(values, ranking.bound, "higher")
+        pooled = pooled_tau(studied) if studied else None
+        shown = Effect(measure, finding, ranking.bound, "higher", "τ", values, pooled=pooled)
         judged.append((shown, (values, ranking.bound, "higher")))
     return judged
 
@@ -210,28 +211,48 @@ def _tau(pairs: Pairs) -> float:
     return float(kendalltau(x, y).statistic)
 
 
-def pooled_tau(clusters: Sequence[Pairs], draws: int = DRAWS) -> tuple[float, float, float]:
-    """Kendall's τ over all runs, and the ends of its 95 % interval by a bootstrap over clusters.
+def pooled_tau(studies: Sequence[Sequence[Pairs]]) -> tuple[float, float, float]:
+    """Kendall's τ over all runs, and the ends of its 95 % interval by a jackknife over the seeds of each study.
 
-    τ = (concordant − discordant)/(concordant + discordant), over all pairs of runs without a tie. A draw takes as many
-    clusters as there are, with replacement, and the τ of all their runs; the ends are quantiles of these.
+    τ = (concordant − discordant)/(concordant + discordant), over all pairs of runs without a tie. Runs of one seed are
+    not independent, so a seed is left out as a whole. With z = artanh τ, and z₍ᵢ₎ the same without seed i, for M seeds
+    of which m are of one study,
+
+        tanh(z ± t s),      s² = Σ_studies v,      v = ((M − 1)/M)² m/(m − 1) Σᵢ (z₍ᵢ₎ − z̄)²,
+
+    where t is Student's with s⁴ / Σ v²/(m − 1) degrees of freedom (Welch and Satterthwaite). For one study these are
+    the usual (m − 1)/m Σᵢ (z₍ᵢ₎ − z̄)² and m − 1. The studies are fixed, so differences between them do not count as
+    spread. If a study has only one seed there is no interval (NaN). A bootstrap over so few seeds would be too short:
+    with ten it covers about 90 %.
 
     Args:
-        clusters: for each cluster, the two values of each of its runs.
-        draws: number of bootstrap draws.
+        studies: for each study and each of its seeds, the two values of each run.
     """
-    cluster = np.repeat(np.arange(len(clusters)), [len(each) for each in clusters])
-    x, y = np.array([pair for each in clusters for pair in each]).T
+    seeds = [pairs for study in studies for pairs in study]
+    seed = np.repeat(np.arange(len(seeds)), [len(pairs) for pairs in seeds])
+    x, y = np.array([pair for pairs in seeds for pair in pairs]).T
     agree = np.sign(x[:, None] - x[None]) * np.sign(y[:, None] - y[None])
-    blocks = np.zeros((len(clusters),) * 2)
-    np.add.at(blocks, (cluster[:, None], cluster[None]), agree)
-    size = np.zeros((len(clusters),) * 2)
-    np.add.at(size, (cluster[:, None], cluster[None]), (agree != 0).astype(float))
+    blocks, sizes = np.zeros((2, len(seeds), len(seeds)))
+    np.add.at(blocks, (seed[:, None], seed[None]), agree)
+    np.add.at(sizes, (seed[:, None], seed[None]), (agree != 0).astype(float))
 
-    chance = np.random.default_rng(0)
-    weights = chance.multinomial(len(clusters), np.full(len(clusters), 1 / len(clusters)), draws).astype(float)
-    weights = np.vstack([np.ones(len(clusters)), weights])
-    taus = np.einsum("dc,ck,dk->d", weights, blocks, weights) / np.einsum("dc,ck,dk->d", weights, size, weights)
-    tail = (1 - LEVEL) / 2
-    low, high = np.nanquantile(taus[1:], [tail, 1 - tail])
-    return float(taus[0]), float(low), float(high)
+    tau, most = float(blocks.sum() / sizes.sum()), 1 - 1 / sizes.sum()
+    counts = [len(study) for study in studies]
+    if min(counts) < 2:
+        return tau, math.nan, math.nan
+    left_out = [_without(blocks, i) / _without(sizes, i) for i in range(len(seeds))]
+    z, around = (np.arctanh(np.clip(value, -most, most)) for value in (tau, left_out))
+    spread = [
+        (1 - 1 / len(seeds)) ** 2 * len(each) ** 2 / (len(each) - 1) * float(np.var(each))
+        for each in np.split(around, np.cumsum(counts)[:-1])
+    ]
+    if not any(spread):
+        return tau, tau, tau
+    freedom = sum(spread) ** 2 / sum(v**2 / (m - 1) for v, m in zip(spread, counts, strict=True))
+    reach = quantile(freedom) * math.sqrt(sum(spread))
+    return tau, float(np.tanh(z - reach)), float(np.tanh(z + reach))
+
+
+def _without(blocks: NDArray[np.float64], i: int) -> float:
+    """The sum over all pairs of seeds but those with seed i."""
+    return float(blocks.sum() - 2 * blocks[i].sum() + blocks[i, i])

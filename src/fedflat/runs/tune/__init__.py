@@ -2,7 +2,7 @@
 
 from fedflat.runs.tune.halving import Rung, promoted, rungs, spent
 from fedflat.runs.tune.optuna_storage import to_optuna
-from fedflat.runs.tune.search import Plan, Trial, Tuned, final_sweep, rows, search
+from fedflat.runs.tune.search import Plan, Trial, Tuned, final_sweep, read_tuned, rows, search
 from fedflat.runs.tune.space import Space, read_space, tuned_recipe
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "final_sweep",
     "promoted",
     "read_space",
+    "read_tuned",
     "rows",
     "rungs",
     "search",

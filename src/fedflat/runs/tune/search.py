@@ -235,6 +235,18 @@ def final_sweep(plan: Plan, found: Sequence[Tuned], seeds: int) -> str:
     return "\n\n".join(lines) + "\n"
 
 
+def read_tuned(path: Path) -> list[Tuned]:
+    """The result of a search from its `tuned.json`."""
+    found = []
+    for each in json.loads(read_whole(path)):
+        trials = [
+            Trial(t["method"], t["settings"], {int(r): score for r, score in t["scores"].items()})
+            for t in each["trials"]
+        ]
+        found.append(Tuned(**{**each, "trials": trials}))
+    return found
+
+
 def rows(found: Sequence[Tuned]) -> list[dict[str, str]]:
     """The budget and the result of each method, as rows of a table."""
     return [

@@ -1,0 +1,38 @@
+"""What the engines share whose uploads, and the memory that clients want to keep, are objects of this process."""
+
+from __future__ import annotations
+
+from fedflat.local import Vectors
+from fedflat.methods import Upload, Uploads
+from fedflat.rounds import Memory, Problem, Refusal, Scratch, misfit_memory
+
+
+class InProcess:
+    """The clients' memory between rounds, and what the clients of the current round want to add to it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._scratch = Scratch(problem.room())
+        self._kept: dict[int, Vectors] = {}
+        dtype = problem.network.weights.dtype
+        self.memory = Memory(self._scratch.path, problem.federation.clients, problem.memory, dtype)
+
+    def _received(self, upload: Upload, kept: Vectors) -> Upload | Refusal:
+        """Hold back what a client wants to keep until its upload is merged; refuse what does not fit its memory."""
+        self._kept[upload.client] = kept
+        fault = misfit_memory(kept, self._problem)
+        return Refusal(upload.client, *fault) if fault else upload
+
+    def release(self, client: int) -> None:
+        pass  # Δ is freed with the upload
+
+    def kept(self, client: int) -> Vectors:
+        return self._kept[client]
+
+    def remember(self, uploads: Uploads) -> None:
+        for upload in uploads:
+            self.memory.keep(upload.client, self._kept[upload.client])
+        self.memory.release(upload.client for upload in uploads)
+
+    def close(self) -> None:
+        self._scratch.close()
