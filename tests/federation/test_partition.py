@@ -426,7 +426,12 @@ def test_a_wrong_option_is_named(kind, clients, options, message):
             "shards: 10 clients with 1000000000000 shards each need more than 50 samples; lower shards to at most 5",
         ),
         ("natural", 5, {}, "natural: this dataset has no groups; choose a dataset with writers or another split"),
-        ("natural", 5, {"groups": np.zeros(50)}, "natural: 5 clients but only 1 groups; lower clients to 1"),
+        (
+            "natural",
+            5,
+            {"groups": np.zeros(50)},
+            "natural: 5 clients but only 1 groups; lower clients to 1, or set it to 0 for one client per group",
+        ),
         ("natural", 5, {"groups": np.zeros(49)}, "natural: 49 group ids for 50 samples; give one per sample"),
     ],
 )

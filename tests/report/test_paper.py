@@ -7,12 +7,12 @@ import pytest
 from matplotlib import rcParams
 
 import fedflat
-from fedflat.drawing import COLUMN, PAGE
+from fedflat.drawing import COLOURS, COLUMN, MARKERS, PAGE
 from fedflat.errors import RecipeError, RunError
 from fedflat.flatness import Landscape
 from fedflat.recipe import load
 from fedflat.report.lines import read_lines
-from fedflat.report.paper import plot
+from fedflat.report.paper import _marker, plot
 
 KINDS = ("curves", "target", "flatness", "split", "landscape")
 
@@ -66,6 +66,20 @@ def test_a_curve_is_the_mean_over_the_seeds_with_their_range(runs):
     assert avg.get_color() != sam.get_color() and avg.get_linestyle() != sam.get_linestyle()
 
 
+def test_only_selects_runs_by_a_setting_of_their_recipe(runs):
+    def labels(*only):
+        lines = plot(runs, only=only).axes[0].get_lines()
+        return [name for line in lines if not (name := line.get_label()).startswith("_")]
+
+    assert labels("method=fedsam") == ["fedsam"]
+    assert labels("method=fedsam", "method=fedavg", "split.clients=8") == ["fedavg", "fedsam"] == labels()
+
+
+def test_lines_of_one_colour_have_different_markers():
+    seen = [(COLOURS[place % len(COLOURS)], _marker(place)) for place in range(len(COLOURS) * len(MARKERS))]
+    assert len({*seen}) == len(seen)
+
+
 def test_rounds_to_the_target_are_bars_and_a_seed_that_never_gets_there_is_said(runs):
     (axes,) = plot(runs, kind="target", target=0.6).axes
     lengths = [bar.get_width() for bar in axes.patches]
@@ -99,6 +113,8 @@ def test_the_ending_tells_the_format(runs, tmp_path, ending, start):
         ({"metric": "round"}, "no run has recorded a number 'round'"),
         ({"kind": "target", "target": float("nan")}, "the target is nan; give a finite number"),
         ({"out": "curves.doc"}, "-o curves.doc: a figure is written as .pdf, .svg, .png"),
+        ({"only": ["method=fedsamm"]}, "--only method=fedsamm: no run has it; did you mean fedsam?"),
+        ({"only": ["colour=red"]}, "--only colour=red: write it as setting=value, with a setting of the recipe"),
     ],
 )
 def test_a_mistake_is_one_sentence(runs, options, sentence):

@@ -88,6 +88,9 @@ def test_several_metrics_are_columns_below_each_setting(sweep):
     assert sheet.heads[1] == ["accuracy_last", "lambda1", "rounds_to_target"] * 2
     found = cells(sheet)
     assert found["fedavg", "alpha = 1.0 lambda1"].text == "16 ± 1"
+    heads = sheet.write("latex").splitlines()
+    assert r" & \multicolumn{3}{c}{$\alpha$ = 0.1} & \multicolumn{3}{c}{$\alpha$ = 1.0} \\" in heads
+    assert r"method & accuracy (\%) & $\lambda_1$ & rounds to target" in sheet.write("latex")
     assert found["fedavg", "alpha = 0.1 rounds_to_target"].text == "40+"
 
 

@@ -81,6 +81,17 @@ def test_every_input_needs_a_label():
         fedflat.federate(X, Y[:10], split="iid", clients=2)
 
 
+class Wards(fedflat.Dataset):
+    def __init__(self, directory):
+        train, test = (fedflat.Samples(torch.tensor(X), torch.tensor(Y), torch.arange(20) % 4) for _ in range(2))
+        super().__init__("wards", train, test, classes=2, mean=(0.0,), std=(1.0,))
+
+
+def test_a_data_set_of_ones_own_class_is_taken_as_it_is_in_a_recipe():
+    federation = fedflat.federate(Wards(None), "natural")
+    assert federation.clients == 4 and fedflat.train(federation, rounds=1).history
+
+
 def test_lists_and_a_split_by_name_are_told_apart():
     with pytest.raises(RecipeError, match="make the data arrays"):
         fedflat.federate(X.tolist(), Y.tolist(), split="iid", clients=2)
@@ -93,7 +104,7 @@ def test_a_split_is_saved_under_a_name_by_which_a_recipe_knows_it(federation, tm
 
 def test_the_cell_that_is_not_a_number_is_named(tmp_path):
     (tmp_path / "wards.csv").write_text("age,ill\n31,yes\n40,no\nold,no\n")
-    with pytest.raises(DataError, match="column 'age' has 'old' in row 3, which is not a number"):
+    with pytest.raises(DataError, match="row 3 of column 'age' holds 'old', which is not a number"):
         fedflat.federate(str(tmp_path / "wards.csv"), label="ill", split="iid", clients=2)
 
 

@@ -48,6 +48,7 @@ def plot(
         MeasureName, typer.Option(help="measure of flatness, for --kind flatness")
     ] = MeasureName.lambda1,
     width: Annotated[WidthName, typer.Option(help="3.3 inches (column) or 6.9 (page)")] = WidthName.column,
+    only: Annotated[list[str] | None, typer.Option(help="select runs: --only split.alpha=0.1")] = None,
     file: Annotated[
         Path | None, typer.Option("-o", "--out", help="file to write (.pdf, .svg, .png); default KIND.pdf")
     ] = None,
@@ -56,5 +57,14 @@ def plot(
     from fedflat.report.paper import plot as draw
 
     place = file or Path(f"{kind.value}.pdf")
-    draw(*runs, kind=kind.value, metric=metric, target=target, measure=measure.value, width=width.value, out=place)
+    draw(
+        *runs,
+        kind=kind.value,
+        metric=metric,
+        target=target,
+        measure=measure.value,
+        width=width.value,
+        only=only or (),
+        out=place,
+    )
     out.print(f"drawn to {place}", markup=False, highlight=False, soft_wrap=True)

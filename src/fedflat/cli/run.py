@@ -169,7 +169,6 @@ def split(
     as_json: JsonOption = False,
 ) -> None:
     """Show who holds what: clients × classes of a recipe's split."""
-    from fedflat.federation import partition
     from fedflat.recipe import load
     from fedflat.report.display import split_table
     from fedflat.report.picture import draw_split
@@ -183,7 +182,7 @@ def split(
     else:
         show(split_table(counts))
     if save:
-        partition.save(save, [shard.numpy() for shard in federation.shards])
+        federation.save(save)
         err.print(f"saved to {save}", markup=False, highlight=False)
     if draw:
         options = ", ".join(f"{name} {value}" for name, value in chosen.split.options().items())

@@ -116,6 +116,10 @@ class Dataset:
             f"{self.shape}, {self.classes} {kind}>"
         )
 
+    def plain(self) -> Dataset:
+        """The same data without the class of a user, whose constructor may take other arguments."""
+        return self if type(self) is Dataset else Dataset(*(getattr(self, each.name) for each in fields(Dataset)))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one input."""

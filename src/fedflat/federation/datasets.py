@@ -7,7 +7,7 @@ They are in one directory, with a folder per data set that holds its official fi
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,7 @@ def _of_class(path: str, place: Path | None) -> Dataset:
     """
     made: Callable[[Path | None], Dataset] = named_class(path, Dataset, "data.name")
     try:
-        found = made(place)
-        return Dataset(**{each.name: getattr(found, each.name) for each in fields(Dataset)})
+        return made(place).plain()
     except FedflatError:
         raise
     except Exception as error:  # the user's code may raise anything

@@ -173,7 +173,7 @@ def federate(
     named: Mapping[str, Any] | None = None
     rows: Any = None  # the table of the training samples, which a partitioner of flwr-datasets may ask for
     if isinstance(data, Dataset):
-        dataset = data
+        dataset = data.plain()
     elif is_hub_data(data) and data not in known_datasets():
         owner = client if isinstance(client, str) else None
         table: dict[str, Any] = {"label": label, "client": owner, "columns": columns, "vocabulary": vocabulary}

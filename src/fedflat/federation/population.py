@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, starmap, zip_longest
 from os import PathLike
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fedflat.drawing import axes_for
-from fedflat.errors import SplitError
+from fedflat.errors import DataError, SplitError
 from fedflat.federation import authors, partition
 from fedflat.federation.augment import Augment, normalise
 from fedflat.federation.batching import batch_indices, trimmed
@@ -179,7 +180,13 @@ class Federation:
         return axes
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the indices of each client's samples as an .npz file; `federate(data, "file.npz")` reads it."""
+        """Write the indices of each client's samples as an .npz file; `federate(data, "file.npz")` reads it.
+
+        Raises:
+            DataError: the file has another ending or cannot be written.
+        """
+        if Path(path).suffix != ".npz":
+            raise DataError(f"{path}: a split is saved as .npz; choose this ending, by which recipes know it")
         partition.save(path, [shard.numpy() for shard in self.shards])
 
     def validating(self, share: float, seed: int) -> Federation:

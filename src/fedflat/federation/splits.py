@@ -155,7 +155,10 @@ def natural(labels: Indices, clients: int, rng: Rng, *, groups: NDArray[Any] | N
     names, member = np.unique(groups, return_inverse=True)
     clients = clients or len(names)
     if len(names) < clients:
-        raise SplitError(f"natural: {clients} clients but only {len(names)} groups; lower clients to {len(names)}")
+        raise SplitError(
+            f"natural: {clients} clients but only {len(names)} groups; lower clients to {len(names)}, or set it "
+            "to 0 for one client per group"
+        )
     owner = np.arange(clients) if clients == len(names) else _pack(np.bincount(member), clients, rng)
     return _gather(owner[member], np.arange(len(labels)), clients)
 

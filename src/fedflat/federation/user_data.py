@@ -214,7 +214,7 @@ def _from_table(
             raise DataError(f"{source}: has no column {name!r} (columns=); it has {', '.join(table)}")
         if table[name].dtype.kind not in "biuf":
             raise DataError(
-                f"{source}: column {name!r} {_not_a_number(table[name])}, which is not a number; encode the column as "
+                f"{source}: {_not_a_number(name, table[name])}, which is not a number; encode the column as "
                 "numbers, or leave it out by columns="
             )
     if not inputs:
@@ -229,11 +229,12 @@ def _from_table(
     return Raw(numbers, table[label], None if owner is None else table[owner], True)
 
 
-def _not_a_number(texts: NDArray[Any]) -> str:
+def _not_a_number(name: str, texts: NDArray[Any]) -> str:
     """Where a column of texts has the first one that is not a number."""
     wrong = (row for row, text in enumerate(texts) if numbers_or_texts([str(text)]).dtype.kind == "U")
     row = next(wrong, 0)
-    return f"has {shortened(repr(str(texts[row])), 40)} in row {row + 1}"
+    where = f"row {row + 1} of " if row else ""
+    return f"{where}column {name!r} holds {shortened(repr(str(texts[row])), 40)}"
 
 
 def _inputs(inputs: NDArray[Any], part: str, vocabulary: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -92,13 +93,23 @@ def concise(written: Written) -> str:
 
     >>> concise("feddyn(penalty=0.1, dual='all', balanced=False) + man(zeta=0.2, layers='all', attention=False)")
     'feddyn + man(zeta=0.2)'
+    >>> concise("fedflat.methods.parts:Ascent(rho=0.1)")
+    'Ascent'
     """
     calls = []
     for name, options in _calls(written):
-        usual = CATALOGUE[name].options() if name in CATALOGUE else {}
+        usual = CATALOGUE[name].options() if name in CATALOGUE else _defaults(name)
+        name = name.rpartition(":")[2] if name.startswith("fedflat.") else name
         kept = [f"{k}={_spelled(v)}" for k, v in options.items() if k not in usual or usual[k] != v]
         calls.append(f"{name}({', '.join(kept)})".removesuffix("()"))
     return " + ".join(calls)
+
+
+def _defaults(path: str) -> dict[str, Any]:
+    """The defaults of the part at `package.module:Name`, if its module is imported already."""
+    module, _, name = path.partition(":")
+    found = getattr(sys.modules.get(module), name, None)
+    return {f.name: f.default for f in fields(found)} if isinstance(found, type) and issubclass(found, Part) else {}
 
 
 def _spelled(value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedflat.errors import RecipeError, RunError
+from fedflat.errors import RecipeError, RunError, nearest
 from fedflat.files import read_whole
 from fedflat.recipe import Recipe
 from fedflat.rounds import flat_record
@@ -126,18 +126,43 @@ def each_of(sources: Iterable[Sources]) -> Iterator[Source]:
             )
 
 
-def read_lines(sources: Iterable[Sources]) -> list[Line]:
+def read_lines(sources: Iterable[Sources], only: Iterable[str] = ()) -> list[Line]:
     """Reads runs and groups those that differ only in the seed into lines, in the given order.
 
     Args:
         sources: directories of runs or of several runs, results of `train`, or lists of them.
+        only: conditions `setting=value` that select the runs.
     """
-    runs = read_runs(sources)
+    runs = selected(read_runs(sources), only)
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
     ordered = [tuple(sorted(group, key=lambda run: run.recipe.seed)) for group in groups.values()]
     return [Line(name, group) for name, group in zip(_names(ordered), ordered, strict=True)]
+
+
+def selected(runs: Sequence[Run], only: Iterable[str]) -> list[Run]:
+    """The runs whose settings have these values; several values of one setting are alternatives.
+
+    Raises:
+        RecipeError: no run has such a setting or value.
+    """
+    left = list(runs)
+    short = short_methods({run.settings["method"] for run in runs})
+    wanted: dict[str, set[str]] = {}
+    for text in only:
+        name, equals, value = text.partition("=")
+        names = [each for run in runs for each in run.settings if name in (each, each.rpartition(".")[2])]
+        if not equals or not names:
+            raise RecipeError(f"--only {text}: write it as setting=value, with a setting of the recipe")
+        wanted.setdefault(names[0], set()).add(value)
+    for name, values in wanted.items():
+        told = [{str(run.settings.get(name)), short.get(str(run.settings.get(name)), "")} for run in left]
+        left = [run for run, each in zip(left, told, strict=True) if each & values]
+        if not left:
+            known = {min(each, key=len) or max(each) for each in told}
+            raise RecipeError(f"--only {name}={min(values)}: no run has it; {nearest(min(values), known)}")
+    return left
 
 
 def runs_in(path: Path) -> list[Path]:

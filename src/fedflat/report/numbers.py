@@ -43,8 +43,22 @@ def over_seeds(found: Sequence[Row], metric: str, factor: float = 1.0, digits: i
         return Value(math.inf, f"{_written(fmean(reached), digits)} ({len(reached)} of {len(values)} seeds)")
     own = [each[f"{metric}_std"] for each in found if each.get(f"{metric}_std") is not None]
     std = fmean(own) if own else std
-    spread = "" if std is None else f" ± {_written(std * factor, digits, 2)}"
-    return Value(mean * factor, f"{_written(mean * factor, digits)}{spread}")
+    if std is None:
+        return Value(mean * factor, _written(mean * factor, digits))
+    return Value(mean * factor, with_deviation(mean * factor, std * factor, digits))
+
+
+def with_deviation(mean: float, std: float, digits: int | None = None) -> str:
+    """The mean and its deviation with equally many digits after the point, by default two digits of the deviation.
+
+    >>> with_deviation(7.9612, 0.9345), with_deviation(2.2861, 0.4), with_deviation(16, 1)
+    ('7.96 ± 0.93', '2.29 ± 0.40', '16 ± 1')
+    """
+    if digits is None and std > 0 and 1e-3 < abs(mean) < 1e5:
+        digits = min(max(1 - math.floor(math.log10(std)), 0), 6)
+        while digits and all(_written(number, digits).endswith("0") for number in (mean, std)):
+            digits -= 1
+    return f"{_written(mean, digits)} ± {_written(std, digits, 2)}"
 
 
 def _written(number: float, digits: int | None, significant: int = 4) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +53,7 @@ def plot(
     target: float | None = None,
     measure: str = "lambda1",
     width: Width = "column",
+    only: Iterable[str] = (),
     out: str | Path | None = None,
 ) -> Any:
     """Draws runs in a style that fits a two-column page, and returns the matplotlib figure.
@@ -67,6 +68,7 @@ def plot(
         target: the value for `target`; by default the recipe's.
         measure: `lambda1`, `trace` or `adaptive_sharpness`, as measured by `fedflat flatness`.
         width: width of the figure, one `column` (3.3 inches) or the whole `page` (6.9 inches).
+        only: conditions `setting=value` that select the runs, such as `split.alpha=0.1`.
         out: a file to write, .pdf, .svg or .png.
 
     Raises:
@@ -80,7 +82,7 @@ def plot(
         raise RecipeError(f"plot: the target is {target}; give a finite number")
     if out is not None:
         check_ending(Path(out))
-    lines = read_lines(sources)
+    lines = read_lines(sources, only)
     if not lines:
         raise RecipeError("plot: there are no runs; give directories that `fedflat run` or `fedflat sweep` wrote")
     recipe = lines[0].recipe
@@ -144,6 +146,11 @@ def _targets(lines: Sequence[Line], asked: Asked, width: float) -> Any:
     return figure
 
 
+def _marker(place: int) -> str:
+    """The marker of a line. Lines with the same colour have different markers."""
+    return MARKERS[(place + place // len(COLOURS)) % len(MARKERS)]
+
+
 def _flatness(lines: Sequence[Line], asked: Asked, width: float) -> Any:
     """A measure of flatness against the metric: a small marker for each seed, a large one for the mean."""
     _refuse_unknown(asked.metric, lines)
@@ -153,7 +160,7 @@ def _flatness(lines: Sequence[Line], asked: Asked, width: float) -> Any:
         raise RecipeError(f"plot: no run has a measured flatness; run `fedflat flatness {path}` first, for each run")
     figure, axes = _axes(width, [name for name, _ in points])
     for place, (name, found) in enumerate(points):
-        style = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "linestyle": ""}
+        style = {"color": COLOURS[place % len(COLOURS)], "marker": _marker(place), "linestyle": ""}
         x, y = zip(*found, strict=True)
         if len(found) > 1:
             axes.plot(x, y, markersize=3, alpha=0.45, **style)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import io
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -177,8 +178,21 @@ def markdown(sheet: Sheet) -> str:
 LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
          "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "±": r"$\pm$", "↑": r"$\uparrow$",
          "↓": r"$\downarrow$", "−": "$-$", "‖": r"$\|$", "²": "$^2$", "₁": "$_1$", "ᵢ": "$_i$", "Σ": r"$\Sigma$",
-         "Δ": r"$\Delta$", "α": r"$\alpha$", "β": r"$\beta$", "δ": r"$\delta$", "ε": r"$\varepsilon$",
-         "λ": r"$\lambda$", "ρ": r"$\rho$", "σ": r"$\sigma$"}  # fmt: skip
+         "Δ": r"$\Delta$", "α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "δ": r"$\delta$",
+         "ε": r"$\varepsilon$", "ζ": r"$\zeta$", "η": r"$\eta$", "λ": r"$\lambda$", "μ": r"$\mu$", "ρ": r"$\rho$",
+         "σ": r"$\sigma$", "τ": r"$\tau$"}  # fmt: skip
+GREEK = dict(alpha="α", beta="β", gamma="γ", delta="δ", epsilon="ε", zeta="ζ", eta="η", lambda1="λ₁", mu="μ", rho="ρ",
+             sigma="σ", tau="τ")  # fmt: skip
+
+
+def _symbols(head: str, title: str) -> str:
+    """A head as a paper writes it: symbols for the names of Greek letters, and % for what is in per cent.
+
+    >>> _symbols("alpha = 0.1", ""), _symbols("accuracy_last", "accuracy_last in %: mean"), _symbols("lambda1", "")
+    ('α = 0.1', 'accuracy (%)', 'λ₁')
+    """
+    words = re.sub(r"\w+", lambda word: GREEK.get(word[0], word[0]), head).removesuffix("_last").replace("_", " ")
+    return f"{words} (%)" if f"{head} in %" in title else words
 
 
 def latex(sheet: Sheet) -> str:
@@ -192,7 +206,8 @@ def latex(sheet: Sheet) -> str:
         return (rf"\textbf{{{plain(cell.text)}}}" if cell.bold else plain(cell.text)) + mark
 
     def spanned(level: Sequence[tuple[str, int]]) -> list[str]:
-        return [rf"\multicolumn{{{n}}}{{c}}{{{plain(head)}}}" if n > 1 else plain(head) for head, n in level]
+        heads = [(plain(_symbols(head, sheet.title)).replace("$$", ""), n) for head, n in level]
+        return [rf"\multicolumn{{{n}}}{{c}}{{{head}}}" if n > 1 else head for head, n in heads]
 
     def row(cells: Sequence[str]) -> str:
         return " & ".join(cells) + r" \\" + "\n"
@@ -204,12 +219,12 @@ def latex(sheet: Sheet) -> str:
         lines = (row([*lead, *map(shown, cells)]) for lead, (_, _, cells) in zip(leads, block, strict=True))
         blocks.append("".join(lines))
     notes = "".join(f"% {' '.join(note.split())}\n" for note in (sheet.title, *sheet.notes))
-    corner = [*map(plain, sheet.led(*sheet.corner))]
+    corner = [plain(_symbols(name, "")).replace("$$", "") for name in sheet.led(*sheet.corner)]
     levels = spans(sheet.heads)
     corners = [[""] * len(corner)] * (len(levels) - 1) + [corner]
     heads = "".join(row([*lead, *spanned(level)]) for lead, level in zip(corners, levels, strict=True))
     begin, end = rf"\begin{{tabular}}{{{'l' * len(corner)}{'r' * len(sheet.heads[0])}}}", r"\end{tabular}"
-    rules = "\\midrule\n".join(blocks)
+    rules = ("\\midrule\n" if len(blocks) < sum(map(len, sheet.blocks)) else "").join(blocks)
     return f"{notes}{begin}\n\\toprule\n{heads}\\midrule\n{rules}\\bottomrule\n{end}\n"
 
 

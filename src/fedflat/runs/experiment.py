@@ -92,6 +92,7 @@ def train(
 
     Raises:
         RecipeError: if a setting is unknown or invalid.
+        DataError: if the model or the loss does not fit the data.
         TrainingError: if no client could be accepted.
         StoppedError: if a signal stopped a run with a directory.
 

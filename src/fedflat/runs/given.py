@@ -79,7 +79,7 @@ def beyond_a_recipe(problem: Problem, federation: Federation, module: nn.Module 
     if problem.task.name == GIVEN_TASK:
         yield (
             "the loss or task was made in Python, and no recipe can name it; give Result.load(directory, task=…), "
-            "or write a class package.module:MyTask (docs/how-to.md)"
+            "or train with a name, such as task='classification(loss=package.module:MyLoss)'"
         )
 
 
