@@ -334,6 +334,14 @@ def test_what_a_wrapper_wraps_must_be_a_part():
         Method(ProximalAscent(3))
 
 
+@pytest.mark.parametrize("source", [ProximalAscent(), ConsensusAscent()])
+def test_fedsol_refuses_a_source_with_an_ascent_of_its_own(source):
+    with pytest.raises(
+        RecipeError, match=f"ProximalAscent uses only the gradient of {type(source).__name__}, whose ascent"
+    ):
+        Method(ProximalAscent(source))
+
+
 def test_a_module_that_fails_on_import_is_named(tmp_path, monkeypatch):
     (tmp_path / "failing_part.py").write_text("raise RuntimeError('boom')")
     monkeypatch.syspath_prepend(tmp_path)

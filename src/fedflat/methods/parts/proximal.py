@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedflat.errors import RecipeError
 from fedflat.local import LocalRule, Pass, Slope, Vectors
 from fedflat.methods.part import Part, Wrapper, option
 from fedflat.methods.parts.terms import Distillation
@@ -49,6 +50,9 @@ class ProximalAscent(Wrapper):
     def wrap(self, rule: LocalRule, inner: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         if self.scope != "all":
             rule.require_head(f'scope = "{self.scope}"', body=self.scope == "body")
+        if lost := next((name for name in ("ascent", "descent") if getattr(inner, name) is not None), None):
+            source, own = type(self.part).__name__, type(self).__name__
+            raise RecipeError(f"method: {own} uses only the gradient of {source}, whose {lost} would be lost")
         step = self.step(inner, sent["weights"])
         if self.active:
             return rule.with_ascent(step)
