@@ -134,6 +134,11 @@ class Dataset:
     def of_facts(cls, train: Samples, test: Samples, facts: Mapping[str, Any]) -> Dataset:
         """Return the data set of these samples and facts. Facts of 0.1 name neither tokenizer nor labels.
 
+        Args:
+            train: the training samples.
+            test: the test samples.
+            facts: the name, classes, mean, std, vocabulary and task, and optionally the tokenizer and the labels.
+
         Raises:
             KeyError, TypeError, ValueError: the facts are not those of a data set.
         """

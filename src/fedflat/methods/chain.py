@@ -200,6 +200,9 @@ class Method:
             rule: the rule of the recipe, without the method.
             sent: the vectors that the server sent, with the client's initial weights under "weights".
             memory: the client's memory.
+
+        Raises:
+            RecipeError: in this round, a part replaces the ascent or the optimiser that another part has set.
         """
         for link in self._links:
             before, rule = rule, link.plan(rule, sent, memory)
