@@ -5,6 +5,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ MISSING = "drawing needs matplotlib: pip install 'fedflat[plot]'"
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure of this size in inches. Notebooks do not show it automatically."""
+    """A figure of this size in inches. A notebook shows it as the value of a cell."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise RecipeError(MISSING) from None
-    return Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
+    vars(figure)["_repr_png_"] = partial(_png, figure)  # without it, a notebook shows figures only once it has pyplot
+    return figure
 
 
 @contextmanager
@@ -110,6 +113,10 @@ def axes_for(ax: Any = None, width: float = 6.4, height: float = 4.0) -> Any:
 
 def inline_image(figure: Any) -> str:
     """An <img> tag that holds the figure as PNG."""
+    return f'<img alt="" src="data:image/png;base64,{b64encode(_png(figure)).decode()}"/>'
+
+
+def _png(figure: Any) -> bytes:
     written = BytesIO()
     figure.savefig(written, format="png", dpi=100)
-    return f'<img alt="" src="data:image/png;base64,{b64encode(written.getvalue()).decode()}"/>'
+    return written.getvalue()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from fedflat.recipe import load
 from fedflat.runs.build import prepare
@@ -121,7 +122,12 @@ def knocks(loopback, site, stranger):
 def test_it_comes_to_the_simulators_state_to_the_bit(story, recipe, tmp_path):
     execute(prepare(recipe), tmp_path)
     name = "checkpoints/00000003.server.safetensors"
-    assert (story.out / name).read_bytes() == (tmp_path / name).read_bytes()
+    deployed, simulated = (
+        {k: v.numpy().tobytes() for k, v in load_file(d / name).items()} for d in (story.out, tmp_path)
+    )
+    beside = deployed.keys() - simulated.keys()  # norms that only a deployment compares
+    assert all(key.startswith("state.gate.norms.") for key in beside)
+    assert {key: value for key, value in deployed.items() if key not in beside} == simulated
 
 
 def test_a_round_goes_on_without_a_node_that_was_killed_in_it(story):

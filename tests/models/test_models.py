@@ -381,7 +381,7 @@ def test_a_users_own_module_is_initialised_by_the_given_generator() -> None:
     [
         ("lenet", {}, "there is no 'lenet'; did you mean lenet64?"),
         ("nothing_here:Net", {}, "nothing_here:Net"),
-        ("my_networks:Missing", {}, "my_networks:Missing': is not a class that inherits from Module"),
+        ("my_networks:Missing", {}, "my_networks:Missing': my_networks has no Missing; known: Anything"),
         ("my_mistake:Net", {}, r"my_mistake cannot be imported \(SyntaxError: invalid syntax"),
         ("my_networks:", {}, "package.module:Class"),
         ("../my_networks:Plain", {}, "package.module:Class"),
