@@ -17,6 +17,8 @@ def test_packed_is_a_sequence_of_the_same_vectors():
     assert packed[-1].tolist() == [0, 1, 2, 3, 4]
     assert [vector.tolist() for vector in packed[1:3]] == [[], [7]]
     assert packed.total == 8
+    assert [packed.size(place) for place in (0, 1, 2, 3, -1)] == [2, 0, 1, 5, 5]
+    assert packed.sizes.tolist() == [2, 0, 1, 5]
     with pytest.raises(IndexError, match="4 clients"):
         packed[4]
 
