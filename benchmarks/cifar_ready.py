@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedflat.federation.datasets import data_directory
+from fedflat.federation.places import data_directory
 
 
 def ready(directory: str) -> dict[str, float]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedflat import Dataset, Federation, Samples, train
-from fedflat.federation.datasets import data_directory
+from fedflat.federation.places import data_directory
 from fedflat.flatness import Hessian, Objective, top_eigenvalues
 from fedflat.models import build, merged
 from fedflat.tasks import TASKS

@@ -10,6 +10,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+import torch
+
 from fedflat.errors import FedflatError, RunError
 from fedflat.files import read_bytes, write_whole
 
@@ -124,9 +127,6 @@ def _record(kind: Any, value: Any, where: str) -> Any:
 
 def _array(kind: Any, value: Any, where: str) -> Any:
     """An array of NumPy or a tensor, in float64 as all results have them."""
-    import numpy as np
-    import torch
-
     _expect(isinstance(value, list), value, where)
     try:
         array = np.array(value, dtype=np.float64)

@@ -13,8 +13,9 @@ from PIL import Image
 from scipy.io import savemat
 
 from fedflat.errors import DataError, RecipeError
-from fedflat.federation.datasets import DATASETS, Official, data_directory, load
+from fedflat.federation.datasets import DATASETS, Official, load
 from fedflat.federation.formats import CINIC10_CLASSES
+from fedflat.federation.places import data_directory
 
 REAL = Path(os.environ.get("FEDFLAT_DATA") or Path(__file__).parents[3] / "shared" / "data")
 

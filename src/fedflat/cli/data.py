@@ -19,11 +19,11 @@ def data_list(directory: DirOption = None, as_json: JsonOption = False) -> None:
     """Which data sets there are, and which are in place."""
     from rich.table import Table
 
-    from fedflat.federation.corpora import CORPORA
-    from fedflat.federation.datasets import DATASETS, data_directory, whereabouts
+    from fedflat.federation.datasets import known_datasets, whereabouts
+    from fedflat.federation.places import data_directory
 
     places, faults = dict[str, str | None](), dict[str, str]()
-    for name in (*DATASETS, *CORPORA):
+    for name in known_datasets():
         places[name] = None
         try:
             places[name] = whereabouts(name, directory)

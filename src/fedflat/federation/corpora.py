@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +13,8 @@ import torch
 
 from fedflat.errors import DataError
 from fedflat.federation.dataset import Dataset, Samples
-from fedflat.federation.datasets import data_directory
 from fedflat.federation.formats import find
+from fedflat.federation.places import data_directory, own_path
 from fedflat.federation.text import (
     LETTERS,
     Alphabet,
@@ -98,7 +98,7 @@ def shakespeare(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
 
 def plain_text(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
     """A user's own text file, or a folder of .txt files whose owners are different clients; the end is for testing."""
-    path = _required(directory, "text", "a text file or a folder of them")
+    path = own_path(directory, "text", "a text file or a folder of them")
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path} has no .txt file")
@@ -114,15 +114,8 @@ def json_lines(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
 
     Without labels the texts are for predicting their tokens. Every fifth text of a client is for testing.
     """
-    path = _required(directory, "jsonl", "a .jsonl file")
+    path = own_path(directory, "jsonl", "a .jsonl file")
     return of_rows("jsonl", list(read_json_lines(path)), None, cut, str(path))
-
-
-def hub_folder(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
-    """A user's own folder of Hugging Face's `datasets`, with the columns that `hub_dataset` takes by default."""
-    from fedflat.federation.hub_data import hub_dataset  # it imports this module
-
-    return hub_dataset(_required(directory, "datasets", "a folder"), cut=cut).dataset
 
 
 def ag_news(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
@@ -251,18 +244,3 @@ def _numbers(names: Iterable[str | None]) -> dict[str | None, int]:
 
 def _owners(rows: Sequence[Row], owner: dict[str | None, int]) -> torch.Tensor | None:
     return torch.tensor([owner[row.client] for row in rows]) if len(owner) > 1 else None
-
-
-def _required(directory: Path | None, name: str, what: str) -> Path:
-    if directory is None:
-        raise DataError(f"the data set {name} needs the path of {what}: data.dir")
-    return directory
-
-
-CORPORA: dict[str, Callable[[Path | None, Cut], Dataset]] = {
-    "shakespeare": shakespeare,
-    "ag-news": ag_news,
-    "text": plain_text,
-    "jsonl": json_lines,
-    "datasets": hub_folder,
-}

@@ -5,7 +5,6 @@ They are in one directory, with a folder per data set that holds its official fi
     cifar10/cifar-10-binary.tar.gz      mnist/train-images-idx3-ubyte.gz …      pathmnist/pathmnist.npz
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,14 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from platformdirs import user_cache_dir
 
 from fedflat.errors import DataError, FedflatError, RecipeError, nearest
 from fedflat.federation import formats
 from fedflat.federation.arrays import read_arrays
+from fedflat.federation.corpora import Cut, ag_news, json_lines, plain_text, shakespeare
 from fedflat.federation.dataset import Dataset, Samples
 from fedflat.federation.decoded import decoded_once
 from fedflat.federation.formats import Labelled, Split
+from fedflat.federation.hub_data import hub_folder
+from fedflat.federation.places import data_directory
 from fedflat.trusted import named_class
 
 Source = Callable[[Path | None], Dataset]
@@ -39,8 +40,6 @@ def load(name: str, directory: Path | str | None = None, **cut: Any) -> Dataset:
     >>> digits.shape, digits.classes, len(digits.train), len(digits.test)
     ((1, 8, 8), 10, 1442, 355)
     """
-    from fedflat.federation.corpora import CORPORA, Cut  # it imports this module
-
     place = None if directory is None else Path(directory).expanduser()
     where = data_directory(place).absolute()
     if name in CORPORA:
@@ -56,8 +55,6 @@ def load(name: str, directory: Path | str | None = None, **cut: Any) -> Dataset:
 
 def known_datasets() -> list[str]:
     """The names of all data sets."""
-    from fedflat.federation.corpora import CORPORA
-
     return [*DATASETS, *CORPORA]
 
 
@@ -73,11 +70,6 @@ def _of_class(path: str, place: Path | None) -> Dataset:
         raise
     except Exception as error:  # the user's code may raise anything
         raise DataError(f"data.name = {path!r}: could not be made ({type(error).__name__}: {error})") from error
-
-
-def data_directory(directory: Path | str | None = None) -> Path:
-    """The data directory: the argument, else the environment variable FEDFLAT_DATA, else the user's cache folder."""
-    return Path(directory or os.environ.get("FEDFLAT_DATA") or user_cache_dir("fedflat")).expanduser()
 
 
 def whereabouts(name: str, directory: Path | None = None) -> str | None:
@@ -244,3 +236,10 @@ _OFFICIAL = (
     _medmnist("tissuemnist", 1, 8, 165_466 + 23_640, 47_280),
 )
 DATASETS: dict[str, Source] = {"digits": _digits, "arrays": read_arrays} | {source.name: source for source in _OFFICIAL}
+CORPORA: dict[str, Callable[[Path | None, Cut], Dataset]] = {
+    "shakespeare": shakespeare,
+    "ag-news": ag_news,
+    "text": plain_text,
+    "jsonl": json_lines,
+    "datasets": hub_folder,
+}

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from fedflat.errors import DataError, RecipeError, nearest
-from fedflat.federation.datasets import data_directory
+from fedflat.federation.places import data_directory
 from fedflat.federation.sizes import MOST
 
 Progress = Callable[[str, int, int | None], None]

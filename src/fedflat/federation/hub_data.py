@@ -19,6 +19,7 @@ from fedflat.federation.dataset import Dataset
 from fedflat.federation.hub_arrays import Raw, assembled, held_out_rows
 from fedflat.federation.hub_folders import holds_tables, opened, reading_hub
 from fedflat.federation.pictures import picture
+from fedflat.federation.places import own_path
 from fedflat.federation.text import Ids, Row, padded
 from fedflat.tokens import IGNORED, PADDING
 
@@ -287,3 +288,8 @@ def _images(table: Any, column: str, size: tuple[int, int] | None) -> NDArray[np
                 f"{pictures[0].shape}; say image_size=(height, width)"
             )
     return np.stack(pictures)
+
+
+def hub_folder(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
+    """A user's own folder of Hugging Face's `datasets`, with the columns that `hub_dataset` takes by default."""
+    return hub_dataset(own_path(directory, "datasets", "a folder"), cut=cut).dataset
