@@ -1,15 +1,20 @@
 """Methods as people write them."""
 
+import math
+from dataclasses import dataclass
+
 import pytest
 
 from fedflat.errors import RecipeError
 from fedflat.methods.catalogue import CATALOGUE
 from fedflat.methods.chain import Method
 from fedflat.methods.parser import explain, parse, spell
+from fedflat.methods.part import Part
 from fedflat.methods.parts import ActivationNorm, Ascent, DynamicDual, Proximal, ProximalAscent
 from fedflat.recipe import load
 from fedflat.runs.build import load_run, prepare
 from fedflat.runs.experiment import execute
+from fedflat.trusted import trust
 
 
 def test_a_sum_a_list_and_tables_mean_the_same():
@@ -66,6 +71,20 @@ def test_a_method_made_in_python_spells_itself_so_that_it_can_be_read_back():
     method = Method(ProximalAscent(Proximal(0.5), 0.7), DynamicDual(0.2))
     assert repr(parse(spell(method))) == repr(method)
     assert spell(Method()) == "fedavg"
+
+
+@dataclass(frozen=True)
+class Limits(Part):
+    """A part with options that only a name can write."""
+
+    most: float = math.inf
+    spans: tuple[tuple[float, float], ...] = ((-math.inf, 1.0),)
+
+
+@pytest.mark.parametrize("part", [Limits(), Limits(0.5, ((0.0, math.inf), (-math.inf, -1.5)))])
+def test_infinite_options_of_ones_own_part_are_read_back(part):
+    trust(__name__)
+    assert parse(spell(part)).parts == (part,)
 
 
 @pytest.mark.parametrize(

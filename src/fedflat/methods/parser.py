@@ -197,7 +197,14 @@ def _value(tree: ast.expr, text: str, own: Mapping[str, str]) -> Any:
     if isinstance(name, ast.Name) and name.id in own:
         ((path, options),) = _from_tree(tree, text, own)
         return own_part(path, options)
-    return ast.literal_eval(tree)
+    return ast.literal_eval(_WithoutNames().visit(tree))
+
+
+class _WithoutNames(ast.NodeTransformer):
+    """Replaces inf and nan, as `repr` writes them, by their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.copy_location(ast.Constant(float(node.id)), node) if node.id in ("inf", "nan") else node
 
 
 def cost(method: Method) -> dict[str, Any]:
