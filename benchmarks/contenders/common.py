@@ -194,21 +194,21 @@ class Stopwatch:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._seconds: list[float] = []
-        self._cpu: list[float] = []
         self.resume()
 
     def resume(self) -> None:
-        self._spent = cpu_seconds()
-        self._begun = time.perf_counter()  # last: to look at all processes takes as long as a small round
+        self._begun = time.perf_counter()
 
     def lap(self, weights: Iterable[Tensor]) -> None:
         """A round has ended with these weights."""
         self._seconds.append(time.perf_counter() - self._begun)
-        self._cpu.append(cpu_seconds() - self._spent)
-        if len(self._seconds) == 1:
-            self._first_round, self._after_first = age(), _flat(weights)
+        # Only twice: to look at all processes takes as long as a small round, in which the workers' caches go cold.
         if len(self._seconds) == len(self._job.cohorts):
+            self._cpu = cpu_seconds() - self._cpu
             self._memory, self._last = pss_mb(), _flat(weights)
+        elif len(self._seconds) == 1:
+            self._first_round, self._after_first = age(), _flat(weights)
+            self._cpu = cpu_seconds()
         self.resume()
 
     def report(self, contender: str, *packages: str, **more: object) -> None:
