@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Generator, Tensor
@@ -205,22 +205,8 @@ class LocalRule:
         return (steps - lead * fading * (1 - fading**steps) / (1 - fading)) / (1 - beta)
 
 
-# The fields of a rule that parts set.
-INGREDIENTS = (
-    "scale",
-    "pull",
-    "decay",
-    "spring",
-    "terms",
-    "watched",
-    "ascent",
-    "descent",
-    "carry",
-    "lr_floor",
-    "frozen",
-    "pairs",
-    "buffered",
-)
+_NAMES = tuple(f.name for f in fields(LocalRule))
+INGREDIENTS = _NAMES[_NAMES.index("scale") :]  # the second group of fields, which parts set
 SAMPLED = 8  # steps between two evaluations at w in methods that take no gradient there
 
 
