@@ -11,6 +11,7 @@ from torch import nn
 
 from fedflat import Dataset, Federation, FedflatError, Samples, train
 from fedflat.engine.inline import Inline
+from fedflat.engine.store import Scratch, _system
 from fedflat.local.rule import LocalRule
 from fedflat.methods.parser import parse
 from fedflat.methods.parts import LookbackAscent
@@ -19,7 +20,6 @@ from fedflat.recipe import Local, Server
 from fedflat.rounds.cohort import draw_cohort
 from fedflat.rounds.server import conduct, first_state
 from fedflat.rounds.setup import Problem
-from fedflat.rounds.store import Scratch, _system
 from fedflat.runs.personal import personalise
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from fedflat.engine import pool
 from fedflat.engine.heap import MMAP_THRESHOLD, settled_worker
 from fedflat.engine.inline import Inline
 from fedflat.engine.shared import Shared
+from fedflat.engine.store import Scratch, Tables
 from fedflat.errors import TrainingError
 from fedflat.methods.parser import parse
 from fedflat.methods.uploads import Upload, collect
@@ -28,7 +29,6 @@ from fedflat.recipe import Evaluation, Local, Server
 from fedflat.rounds.client import Worker
 from fedflat.rounds.server import conduct, first_state, view
 from fedflat.rounds.setup import Broadcast, Problem
-from fedflat.rounds.store import Scratch, Tables
 from fedflat.runs.build import show
 
 F_SETPIPE_SZ = 1031
@@ -278,26 +278,38 @@ def test_an_update_that_nobody_looks_at_goes_once_it_is_summed_and_the_sum_is_th
 
 
 @pytest.mark.parametrize("method", ["fedavg", "feddyn", "fedavgm"])
-def test_updates_are_kept_singly_for_a_part_that_looks_at_more_than_their_average(digits, method):
+def test_updates_are_kept_singly_for_a_part_that_looks_at_more_than_their_average(digits, method, monkeypatch):
     problem = Problem.of(digits, Network(models.build("mlp", (1, 8, 8), 10)), parse(method), Local())
     state = first_state(problem)
     gone: list[int] = []
+    spent = Upload.spent
+    monkeypatch.setattr(Upload, "spent", lambda upload: gone.append(upload.client) or spent(upload))
     with closing(Inline(problem)) as engine:
-        engine.release = gone.append
         conduct(problem, state, engine, [1, 2, 5], Server(cohort=3))
     assert sorted(gone) == ([] if method == "feddyn" else [1, 2, 5])
+
+
+@dataclass(frozen=True)
+class Leaving(Upload):
+    """An upload that tells when its Δ is no longer needed."""
+
+    gone: list[int] = field(default_factory=list)
+
+    def spent(self):
+        self.gone.append(self.client)
+        return super().spent()
 
 
 def test_a_client_that_is_away_does_not_hold_the_sum_up():
     def arriving():
         for client in (7, 5, 4):
-            yield Upload(client, 1, 1, 0.1, 0.0, torch.tensor([float(client)]))
+            yield Leaving(client, 1, 1, 0.1, 0.0, torch.tensor([float(client)]), gone=gone)
             if client == 7:
                 away.add(9)
             seen.append([*gone])
 
     away, gone, seen = set[int](), list[int](), list[list[int]]()
-    uploads = collect(arriving(), "uniform", [9, 7, 4, 5], away, gone.append)
+    uploads = collect(arriving(), "uniform", [9, 7, 4, 5], away, keep=False)
     assert seen == [[], [7], [7, 4, 5]]
     assert [upload.client for upload in uploads] == [7, 4, 5]
     assert uploads.average("delta") == (7 + 4 + 5) / 3
@@ -399,15 +411,14 @@ def test_a_vector_that_is_both_uploaded_and_kept_is_stored_once(digits, monkeypa
         assert all(torch.equal(back.vectors[name], vector) for name, vector in upload.vectors.items())
 
 
-def uploads_of(*values, release=None):
+def uploads_of(*values, keep=True):
     sent = (Upload(i, 1 + i, 1, 0.1, 0.0, torch.tensor([value])) for i, value in enumerate(values))
-    return collect(sent, "samples", release=release)
+    return collect(sent, "samples", keep=keep)
 
 
-def test_an_update_that_was_released_holds_no_numbers_any_more_and_the_average_stays():
-    gone = []
-    uploads = uploads_of(3.0, 6.0, release=gone.append)
-    assert gone == [0, 1]
+def test_an_update_that_is_spent_holds_no_numbers_any_more_and_average_and_norms_stay():
+    uploads = uploads_of(3.0, 6.0, keep=False)
+    assert [upload.norm for upload in uploads] == [3.0, 6.0]
     assert [upload.delta.numel() for upload in uploads] == [0, 0]
     assert uploads.average("delta").tolist() == [(1 * 3.0 + 2 * 6.0) / 3]
 

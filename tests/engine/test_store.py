@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedflat.engine import store
+from fedflat.engine.store import FREED, LINE, Memory, Scratch, Table, Tables
 from fedflat.errors import RunError
-from fedflat.rounds import store
-from fedflat.rounds.store import FREED, LINE, Memory, Scratch, Table, Tables
 
 MB = 2**20
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
@@ -255,7 +255,7 @@ def test_a_scratch_folder_goes_when_it_is_closed(tmp_path):
 AT_WORK = """
 import sys, time
 from pathlib import Path
-from fedflat.rounds.store import Scratch
+from fedflat.engine.store import Scratch
 scratch = Scratch(0, memory=Path(sys.argv[1]))
 print(scratch.path.name, flush=True)
 time.sleep(60)
@@ -300,7 +300,7 @@ def test_a_pipe_under_the_name_of_an_owner_keeps_nobody_waiting(tmp_path):
     """Every user may write to /dev/shm, and knows which name is opened there."""
     (tmp_path / "fedflat-1-theirs").mkdir()
     os.mkfifo(tmp_path / "fedflat-1-theirs" / f"owner-{store._system()}")
-    code = f"from pathlib import Path; from fedflat.rounds import Scratch; Scratch(0, Path({str(tmp_path)!r})).close()"
+    code = f"from pathlib import Path; from fedflat.engine import Scratch; Scratch(0, Path({str(tmp_path)!r})).close()"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -84,8 +84,6 @@ class Arriving:
     def local_rounds(self, broadcast, cohort):
         yield from self.uploads
 
-    def release(self, client): ...
-
     def remember(self, uploads): ...
 
 

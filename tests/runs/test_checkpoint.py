@@ -16,10 +16,10 @@ from safetensors.torch import save as safetensors_bytes
 from typer.testing import CliRunner
 
 from fedflat.cli import app
+from fedflat.engine.store import Memory
 from fedflat.errors import RunError
 from fedflat.recipe import Recipe, load
 from fedflat.rounds.state import ServerState
-from fedflat.rounds.store import Memory
 from fedflat.runs import checkpoint, manifest
 from fedflat.runs.build import load_run, prepare
 from fedflat.runs.checkpoint import Checkpoints, fingerprint

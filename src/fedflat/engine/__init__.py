@@ -5,6 +5,7 @@ from fedflat.engine.heap import keep_freed_memory, settled_worker
 from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool, cores
 from fedflat.engine.processor import require_bf16
+from fedflat.engine.store import Scratch
 from fedflat.engine.wire_format import NUMBERS, arrays, vectors
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Cluster",
     "Inline",
     "Pool",
+    "Scratch",
     "arrays",
     "cores",
     "keep_freed_memory",

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from fedflat.engine.heap import keep_freed_memory, settled_worker
 from fedflat.engine.in_process import InProcess
-from fedflat.engine.shared import Failure
+from fedflat.engine.shared import Failure, sure
+from fedflat.engine.store import FREED
 from fedflat.engine.wire_format import Arrays, arrays, numbers, vectors
 from fedflat.errors import FedflatError, RecipeError, TrainingError
 from fedflat.federation import Samples
 from fedflat.methods import Upload
 from fedflat.rounds import (
-    FREED,
     About,
     Broadcast,
     Problem,
@@ -102,7 +102,7 @@ class Cluster(InProcess):
         spans = deque(chunks(self._problem.federation.size(part), chunk))
         order, scores = list(spans), dict[tuple[int, int], Score]()
         for span, answer in self._each(spans, lambda span: ("score", board, part, *span)):
-            scores[span] = _sure(answer, f"evaluation of {part} samples {span[0]} to {span[1]}")
+            scores[span] = sure(answer, f"evaluation of {part} samples {span[0]} to {span[1]}")
         return reduce(add, (scores[span] for span in order))
 
     def ask(
@@ -111,7 +111,7 @@ class Cluster(InProcess):
         board = self._ray.put(arrays({"weights": state.weights, "buffers": state.buffers, "vector": vector}))
         told: dict[int, Tensor] = {}
         for client, answer in self._each(deque(clients), lambda client: ("tell", board, client, about)):
-            told[client] = vectors(_sure(answer, f"client {client}"))["answer"]
+            told[client] = vectors(sure(answer, f"client {client}"))["answer"]
         yield from ((client, told[client]) for client in clients)
 
     def _each(self, left: deque[Any], job: Callable[[Any], Job]) -> Iterator[tuple[Any, Any]]:
@@ -255,9 +255,7 @@ def _local_rounds(worker: Worker, board: Any, clients: list[int], kept: list[Arr
 
 def _completed(answer: dict[str, Any]) -> Upload:
     norm, delta = answer.pop("norm"), vectors(answer.pop("delta"))["delta"]
-    upload = Upload(delta=delta, vectors=vectors(answer.pop("up")), **answer)
-    vars(upload)["norm"] = norm
-    return upload
+    return Upload(delta=delta, vectors=vectors(answer.pop("up")), **answer).with_norm(norm)
 
 
 def _score(worker: Worker, board: Arrays, part: str, start: int, stop: int) -> Score:
@@ -268,9 +266,3 @@ def _score(worker: Worker, board: Arrays, part: str, start: int, stop: int) -> S
 def _tell(worker: Worker, board: Arrays, client: int, about: About) -> Arrays:
     model = vectors(board)
     return arrays({"answer": worker.answer(model["weights"], model["buffers"], client, model["vector"], about)})
-
-
-def _sure(answer: Any, about: str) -> Any:
-    if isinstance(answer, Failure):
-        raise TrainingError(f"{about}: {answer.detail}")
-    return answer

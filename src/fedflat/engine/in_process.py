@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fedflat.engine.store import Memory, Scratch
 from fedflat.local import Vectors
 from fedflat.methods import Upload, Uploads
-from fedflat.rounds import Memory, Problem, Refusal, Scratch, misfit_memory
+from fedflat.rounds import Problem, Refusal, misfit_memory
 
 
 class InProcess:
@@ -22,9 +23,6 @@ class InProcess:
         self._kept[upload.client] = kept
         fault = misfit_memory(kept, self._problem)
         return Refusal(upload.client, *fault) if fault else upload
-
-    def release(self, client: int) -> None:
-        pass  # Δ is freed with the upload
 
     def kept(self, client: int) -> Vectors:
         return self._kept[client]

@@ -25,23 +25,21 @@ from torch import Tensor
 from torch.multiprocessing import get_context
 
 from fedflat.engine.heap import keep_freed_memory
-from fedflat.engine.shared import RECORD, Failure, Shared, Task
+from fedflat.engine.shared import RECORD, Failure, Shared, Task, sure
+from fedflat.engine.store import FREED, Memory, Scratch
 from fedflat.engine.worker import serve
 from fedflat.errors import TrainingError
 from fedflat.local import Vectors
 from fedflat.methods import Upload, Uploads
 from fedflat.rounds import (
     ABOUT,
-    FREED,
     STAGES,
     About,
     Broadcast,
-    Memory,
     Problem,
     Questions,
     Refusal,
     Score,
-    Scratch,
     ServerState,
     chunks,
     groups,
@@ -158,9 +156,6 @@ class Pool:
                 lost = isinstance(each, Failure)
                 yield _refusal(order[slot], each) if lost else self._shared.completed(each, slot)
 
-    def release(self, client: int) -> None:
-        self._shared.free(self._places[client])
-
     def kept(self, client: int) -> Vectors:
         return self._shared.kept[self._places[client]]
 
@@ -176,7 +171,7 @@ class Pool:
         tasks = [Task(part[:2].encode(), next(self._numbers), 0, 0.0, *span) for span in spans]
         scores: dict[int, Score] = {}
         for task, score in self._each(tasks):
-            scores[task.start] = _sure(score, f"evaluation of {part} samples {task.start} to {task.stop}")
+            scores[task.start] = sure(score, f"evaluation of {part} samples {task.start} to {task.stop}")
         return reduce(add, (scores[start] for start, _ in spans))
 
     def ask(
@@ -189,7 +184,7 @@ class Pool:
             tasks = [Task(b"as", next(self._numbers), ABOUT.index(about), 0.0, i, i + 1) for i in range(len(some))]
             told, due = dict[int, Any](), 0
             for task, answer in self._each(tasks):
-                told[task.start] = _sure(answer, f"client {some[task.start]}")
+                told[task.start] = sure(answer, f"client {some[task.start]}")
                 while due in told:
                     answer = told.pop(due)
                     yield some[due], self._shared.slots[due]["delta"] if answer is None else answer
@@ -291,13 +286,6 @@ class Pool:
             process.join()
         self._scratch.close()
         gc.unfreeze()
-
-
-def _sure(answer: Any, about: str) -> Any:
-    """Return an answer, or raise if the task failed."""
-    if isinstance(answer, Failure):
-        raise (answer.error or TrainingError)(f"{about}: {answer.detail}" if answer.error is None else answer.detail)
-    return answer
 
 
 def _refusal(client: int, failure: Failure) -> Refusal:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedflat.engine.store import ADVICE, Memory, Scratch, Table, Tables
 from fedflat.engine.wire_format import numbers
-from fedflat.errors import FedflatError, RunError
+from fedflat.errors import FedflatError, RunError, TrainingError
 from fedflat.local import Vectors
 from fedflat.methods import Upload
-from fedflat.rounds import ADVICE, Memory, Problem, Scratch, ServerState, Table, Tables, Worker
+from fedflat.rounds import Problem, ServerState, Worker
 
 Numbers = dict[str, Any]
 
@@ -41,6 +42,27 @@ class Failure:
     reason: str
     detail: str
     error: type[FedflatError] | None = None
+
+
+def sure(answer: Any, about: str) -> Any:
+    """Return an answer, or raise if the task failed."""
+    if isinstance(answer, Failure):
+        raise (answer.error or TrainingError)(f"{about}: {answer.detail}" if answer.error is None else answer.detail)
+    return answer
+
+
+@dataclass(frozen=True)
+class SlotUpload(Upload):
+    """An upload whose vectors are in a slot of the shared memory. The memory of a spent Δ is freed."""
+
+    slots: Tables | None = field(default=None, repr=False)
+    slot: int = 0
+
+    def spent(self) -> Upload:
+        left = super().spent()
+        if self.slots:
+            self.slots.free(self.slot, "delta")
+        return left
 
 
 RECORD = struct.Struct("<2sqqdqq")
@@ -113,10 +135,6 @@ class Shared:
             self.slots.release()
             self.kept.release()
 
-    def free(self, slot: int) -> None:
-        """Free the Δ in this slot, which the server no longer needs."""
-        self.slots.free(slot, "delta")
-
     def completed(self, message: Numbers, slot: int) -> Upload:
         """Server side: combine the numbers of the message with the vectors of the slot."""
         vectors = self.slots[slot]
@@ -124,6 +142,4 @@ class Shared:
         vectors |= {name: delta.new_tensor(values) for name, values in message.pop("vectors").items()}
         vectors |= {name: self.kept[slot][other] for name, other in message.pop("same").items()}
         norm = message.pop("norm")
-        upload = Upload(**message, delta=delta, vectors=vectors)
-        vars(upload)["norm"] = norm
-        return upload
+        return SlotUpload(**message, delta=delta, vectors=vectors, slots=self.slots, slot=slot).with_norm(norm)

@@ -8,8 +8,8 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +33,7 @@ class Table:
 
     def __init__(self, path: Path, rows: int, size: int, dtype: torch.dtype, sparse: bool = False) -> None:
         self._spec = (path, rows, size, dtype, sparse)
+        self._reserved: set[int] = set()  # rows whose space stays, as they are never freed
         stride = -(-size // LINE) * LINE
         self._bytes = stride * dtype.itemsize
         try:
@@ -55,9 +56,11 @@ class Table:
 
     def reserve(self, row: int) -> None:
         """Reserve disk space before a row is written through the mapping, where a full disk would kill the process."""
-        if hasattr(os, "posix_fallocate"):
+        if hasattr(os, "posix_fallocate") and row not in self._reserved:
             with self._spec[0].open("r+b") as file:
                 os.posix_fallocate(file.fileno(), row * self._bytes, self._bytes)
+            if self._bytes < FREED:
+                self._reserved.add(row)
 
     def free(self, row: int) -> None:
         """Free the space of a large row for every process; it is allocated again on the next write."""
@@ -132,6 +135,12 @@ class Memory:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._tables)
+
+    @contextmanager
+    def reading(self, clients: Sequence[int]) -> Iterator[dict[int, Vectors]]:
+        """Return the vectors of these clients, which this process holds only within this context."""
+        yield {client: self[client] or {} for client in clients}
+        self.release(clients)
 
     def keep(self, client: int, vectors: Vectors) -> None:
         try:

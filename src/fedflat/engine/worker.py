@@ -16,10 +16,11 @@ from torch import Tensor
 
 from fedflat.engine.heap import give_freed_memory_back, settled_worker
 from fedflat.engine.shared import RECORD, Failure, Numbers, Shared, Task
+from fedflat.engine.store import FREED
 from fedflat.errors import FedflatError
 from fedflat.local import Vectors
 from fedflat.methods import Upload
-from fedflat.rounds import ABOUT, FREED, Broadcast, Problem, Questions, Score, Worker, failure, misfit, misfit_memory
+from fedflat.rounds import ABOUT, Broadcast, Problem, Questions, Score, Worker, failure, misfit, misfit_memory
 
 WATCH = 0.2  # seconds between checks that the server is alive
 

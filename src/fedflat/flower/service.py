@@ -221,9 +221,6 @@ class Deployment:
             say(forgiven, self._recipe.deployment)
         return upload
 
-    def release(self, client: int) -> None:
-        pass  # it is freed with the upload
-
     def kept(self, client: int) -> Vectors:
         return {}  # the client keeps it
 

@@ -15,7 +15,7 @@ from fedflat.methods.link import Link, links_of, reporting
 from fedflat.methods.observe import Findings, observed, resolved
 from fedflat.methods.part import Part, RobustAverage, ServerView
 from fedflat.methods.trial import Claims, claims, noted
-from fedflat.methods.uploads import RobustUploads, Sealed, Upload, Uploads
+from fedflat.methods.uploads import RobustUploads, Upload, Uploads
 from fedflat.models import Layout
 
 STAGES = ("client", "server", "evaluation")
@@ -257,9 +257,6 @@ class Method:
         """
         state, uploads = dict(server.vectors), self.guarded(server, uploads)
         for link in self._all():
-            # On the example no part reads protected uploads, but one could do so in a later round.
-            sealed = self.always_moves and link.part is not self.protection
-            seen = Sealed(type(self.protection).__name__) if sealed else link.seen(uploads)
-            move, mine = link.part.merge(move, link.view(server), seen)
+            move, mine = link.part.merge(move, link.view(server), link.seen(uploads))
             state |= link.state.close(mine)
         return move, state

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedflat.errors import RecipeError
 from fedflat.local import LocalRule, Vectors
 from fedflat.methods.part import Part, ServerView, Wrapper
-from fedflat.methods.uploads import Sums, Uploads
+from fedflat.methods.uploads import Hidden, Sums, Uploads
 
 
 class Drawer(dict[str, str]):
@@ -55,7 +55,10 @@ class Drawer(dict[str, str]):
 
 @dataclass(frozen=True)
 class Link:
-    """A part with its name mappings; `inner` is the link of the part that it wraps."""
+    """A part with its name mappings; `inner` is the link of the part that it wraps.
+
+    `guard` names the part of the method that protects the average of the uploads from this one.
+    """
 
     part: Part
     inner: Link | None = None
@@ -63,6 +66,7 @@ class Link:
     memory: Drawer = field(default_factory=Drawer)
     sent: Drawer = field(default_factory=Drawer)
     uploads: Drawer = field(default_factory=Drawer)
+    guard: str = ""
 
     @property
     def name(self) -> str:
@@ -84,7 +88,9 @@ class Link:
         return {"weights": sent["weights"], **self.sent.open(sent)}
 
     def seen(self, uploads: Uploads) -> Uploads:
-        """Return the uploads, restricted to what this part may read."""
+        """Return the uploads, restricted to what this part may read in any round."""
+        if self.guard:
+            return Hidden(self.guard)
         own = uploads.named(self.uploads)
         return own if self.part.sees == "each" else Sums(own)
 

@@ -86,7 +86,7 @@ def observed(links: Sequence[Link]) -> tuple[list[Link], Findings]:
     _refuse_lost_updates(links)
     _refuse_second_choice(links)
     found = Findings(*_sizes(links), frozenset(ask for link in _flat(links) for ask in asks(link)))
-    _refuse_leaks(links)
+    links = _guarded(links)
     _refuse_single_looks(links)
     return links, found
 
@@ -242,19 +242,33 @@ def _refuse_single_looks(links: Sequence[Link]) -> None:
             )
 
 
-def _refuse_leaks(links: Sequence[Link]) -> None:
-    """Check that a protected method uploads only Δ and that no part bypasses the protection."""
+def _guarded(links: Sequence[Link]) -> list[Link]:
+    """Check that nothing bypasses the part that protects the updates, and hide a protected average from the others."""
     guards = [link for link in _flat(links) if link.part.protects]
     _refuse_pairs(guards, "protect the updates")
-    for link in _flat(links) if guards else ():
-        guard = guards[0]
+    if not guards:
+        return [*links]
+    guard = guards[0]
+    for link in _flat(links):
         if link.uploads:
             beside = ", ".join(link.uploads)
             raise RecipeError(
                 f"method: {link.name} uploads {beside}, which {guard.name} does not protect; leave one out"
             )
-        if guard.part.protects == "average" and link is not guard and asks(link):
-            raise RecipeError(
-                f"method: {link.name} looks at the updates on the server, which {guard.name} does not protect; leave "
-                "one out or take LocalPrivacy (local_dp)"
-            )
+    return [_hidden(link, guard) for link in links] if guard.part.protects == "average" else [*links]
+
+
+def _hidden(link: Link, guard: Link) -> Link:
+    """Return the link with the uploads hidden from its part, and from the part that it wraps, unless it is the guard.
+
+    On the example the part must not read them, and in a later round it cannot.
+    """
+    link = replace(link, inner=_hidden(link.inner, guard)) if link.inner else link
+    if link.part is guard.part:
+        return link
+    if asks(link):
+        raise RecipeError(
+            f"method: {link.name} looks at the updates on the server, which {guard.name} does not protect; leave "
+            "one out or take LocalPrivacy (local_dp)"
+        )
+    return replace(link, guard=guard.name)

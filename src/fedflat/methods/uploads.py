@@ -47,6 +47,15 @@ class Upload:
     def __getitem__(self, name: str) -> Tensor:
         return self.delta if name == "delta" else self.vectors[name]
 
+    def with_norm(self, norm: float) -> Upload:
+        """Set ‖Δ‖, which was computed before, and return the upload."""
+        vars(self)["norm"] = norm
+        return self
+
+    def spent(self) -> Upload:
+        """Return the upload without its Δ, which is in the sum and not needed again; the norm stays."""
+        return replace(self, delta=self.delta.new_empty(0)).with_norm(self.norm)
+
     def update(self, delta: Tensor | None = None, **vectors: Tensor) -> Upload:
         """Return the upload with another Δ, or with additional vectors.
 
@@ -105,10 +114,10 @@ class Uploads(Sequence[Upload]):
 
     def named(self, names: dict[str, str]) -> Uploads:
         """Return the uploads as one part sees them: Δ, and the part's vectors by its own names."""
-        own = []
-        for upload in self._uploads:
-            own.append(replace(upload, vectors={name: upload.vectors[key] for name, key in names.items()}))
-            vars(own[-1]).update({"norm": upload.norm} if "norm" in vars(upload) else {})
+        own = [
+            replace(u, vectors={name: u.vectors[key] for name, key in names.items()}).with_norm(u.norm)
+            for u in self._uploads
+        ]
         return Uploads(own, self.weights, self._delta, self._most)
 
 
@@ -165,8 +174,8 @@ class Sums(Uploads):
         self._single()
 
 
-class Sealed(Uploads):
-    """Uploads for the other parts of a method with a private average: any access raises an error."""
+class Hidden(Uploads):
+    """Uploads for a part that must not read them, because another one protects their average: any access raises."""
 
     def __init__(self, guard: str) -> None:
         self._guard = guard
@@ -186,8 +195,8 @@ def collect(
     by: Weighting,
     order: Sequence[int] = (),
     away: Set[int] = frozenset(),
-    release: Callable[[int], None] | None = None,
     most: float = math.inf,
+    keep: bool = True,
 ) -> Uploads:
     """Collect the uploads of a round as they arrive, and average their Δ.
 
@@ -199,13 +208,13 @@ def collect(
         by: the weights of the average.
         order: the clients in the order of summation; by default they are sorted by number.
         away: clients in `order` that will not upload.
-        release: called with each client whose Δᵢ has been added; with it, the Δᵢ are not kept.
         most: the largest number of samples with which a client is weighted.
+        keep: whether the single Δᵢ are needed after they have been added.
 
     Returns:
         The uploads in the order of summation, with their average.
     """
-    waiting, due, total = dict[int, Upload](), deque(order), _Total(by, release, most)
+    waiting, due, total = dict[int, Upload](), deque(order), _Total(by, most, keep)
     for upload in arriving:
         waiting[upload.client] = upload
         while due and (due[0] in waiting or due[0] in away):
@@ -218,8 +227,8 @@ def collect(
 class _Total:
     """The running sum of the Δᵢ."""
 
-    def __init__(self, by: Weighting, release: Callable[[int], None] | None, most: float) -> None:
-        self._by, self._release, self._most = by, release, most
+    def __init__(self, by: Weighting, most: float, keep: bool) -> None:
+        self._by, self._most, self._keep = by, most, keep
         self._delta = torch.zeros(0)
         self._taken: list[Upload] = []
         self._shares: list[int] = []
@@ -232,11 +241,7 @@ class _Total:
             self._delta.add_(upload.delta, alpha=share)
         else:
             self._delta = upload.delta * share
-        if self._release:
-            norm, upload = upload.norm, replace(upload, delta=upload.delta.new_empty(0))
-            vars(upload)["norm"] = norm  # the norm of the released Δ
-            self._release(upload.client)
-        self._taken.append(upload)
+        self._taken.append(upload if self._keep else upload.spent())
         self._shares.append(share)
 
     def uploads(self) -> Uploads:

@@ -5,35 +5,29 @@ from fedflat.rounds.admission import check_samples, counted_samples
 from fedflat.rounds.client import ABOUT, STAGES, About, Question, Questions, Worker, lent_generator
 from fedflat.rounds.cohort import cohort_seed, cohort_size, draw_cohort
 from fedflat.rounds.faults import misfit, misfit_memory
-from fedflat.rounds.interface import Engine, chunks, groups, one_thread, unless_seen
+from fedflat.rounds.interface import ClientMemory, Engine, chunks, groups, one_thread, unless_seen
 from fedflat.rounds.measures import gradient_norm, margin_loss
 from fedflat.rounds.medians import NORMS
 from fedflat.rounds.metrics import Score, bytes_of, flat_record, score
 from fedflat.rounds.server import RoundReport, conduct, first_state, view
 from fedflat.rounds.setup import Broadcast, Problem, Refusal, failure
 from fedflat.rounds.state import ServerState
-from fedflat.rounds.store import ADVICE, FREED, Memory, Scratch, Table, Tables
 
 __all__ = [
     "ABOUT",
-    "ADVICE",
-    "FREED",
     "NORMS",
     "STAGES",
     "About",
     "Broadcast",
+    "ClientMemory",
     "Engine",
-    "Memory",
     "Problem",
     "Question",
     "Questions",
     "Refusal",
     "RoundReport",
     "Score",
-    "Scratch",
     "ServerState",
-    "Table",
-    "Tables",
     "Worker",
     "bytes_of",
     "check_samples",

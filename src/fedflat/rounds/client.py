@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -166,10 +165,9 @@ class Worker:
             notes={**outcome.notes, **self._noted(sent["weights"], client, outcome)},
         )
         upload, kept = problem.method.report(trained, sent, memory, outcome)
-        vectors = dict(upload.vectors)
         if buffers.numel():
-            (kept if "buffers" in memory else vectors)["buffers"] = buffers.clone()
-        return Trained(replace(upload, vectors=vectors), kept)
+            (kept if "buffers" in memory else upload.vectors)["buffers"] = buffers.clone()
+        return Trained(upload, kept)
 
     def _noted(self, start: Tensor, client: int, outcome: Outcome) -> dict[str, float]:
         """The measures that the recipe requests of the client's final model."""

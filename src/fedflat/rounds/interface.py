@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Protocol, TypeVar, cast
 from weakref import ref
@@ -17,28 +17,46 @@ from fedflat.rounds.client import About
 from fedflat.rounds.metrics import Score
 from fedflat.rounds.setup import Broadcast, Problem, Refusal
 from fedflat.rounds.state import ServerState
-from fedflat.rounds.store import Memory
 
 S = TypeVar("S", bound=Callable[..., Score])
+
+
+class ClientMemory(Protocol):
+    """The vectors that each client keeps between rounds; `changed` are the clients since the last checkpoint."""
+
+    changed: set[int]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the vectors."""
+        ...
+
+    def __getitem__(self, client: int) -> Vectors | None:
+        """The client's vectors, or None before its first round."""
+        ...
+
+    def reading(self, clients: Sequence[int]) -> AbstractContextManager[dict[int, Vectors]]:
+        """The vectors of several clients, valid within the context."""
+        ...
+
+    def restore(self, kept: Iterable[tuple[int, Vectors]]) -> None:
+        """Load the memory from a checkpoint."""
+        ...
 
 
 class Engine(Protocol):
     """Runs the clients' local rounds. Every engine gives bit-identical results."""
 
     @property
-    def memory(self) -> Memory | None:
+    def memory(self) -> ClientMemory | None:
         """The memory that clients keep between rounds, if the server can see it."""
         ...
 
     def local_rounds(self, broadcast: Broadcast, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
         """Yield the cohort's uploads in any order, and a refusal for each client that fails.
 
-        An upload's vectors are valid until the next call; its Δ only until it is released.
+        An upload's vectors are valid until the next call; its Δ only until it is spent.
         """
-        ...
-
-    def release(self, client: int) -> None:
-        """Free this client's Δ, which is not needed again in this round."""
         ...
 
     def kept(self, client: int) -> Vectors:

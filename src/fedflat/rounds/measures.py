@@ -42,9 +42,10 @@ def measured(
         watch: the recipe's section `evaluation`.
         evaluated: whether the model is evaluated after this round.
     """
-    wanted: list[str] = [name for name in watch.measures if name in MEASURES]
-    moved = after.weights - sent
-    found = {name: MEASURES[name](uploads, moved) for name in wanted}
+    found: dict[str, float] = {}
+    if wanted := [name for name in watch.measures if name in MEASURES]:
+        moved = after.weights - sent
+        found = {name: MEASURES[name](uploads, moved) for name in wanted}
     if "local" in watch.measures:
         found |= _local_metric(engine, before, uploads, sent, watch)
     if evaluated and {"local_sharpness", "local_curvature"} & {*watch.measures}:  # last: answers overwrite Δᵢ

@@ -96,9 +96,8 @@ def conduct(
         sent["buffers"] = state.buffers
     broadcast = Broadcast(state.round, local.lr * local.lr_decay**state.round, sent)
     single = bool(SINGLE & {*watch.measures}) or not problem.method.only_averages
-    uploads, gate = _heard(
-        problem, server, engine, broadcast, cohort, limits, single, running_medians(problem, state.vectors)
-    )
+    scales = running_medians(problem, state.vectors)
+    uploads, gate = _heard(problem, server, engine, broadcast, cohort, limits, single, scales)
     report = RoundReport(
         cohort=sorted(_same(upload.client) for upload in uploads),
         local_loss=sum(w * u.loss for w, u in zip(uploads.weights, uploads, strict=True)) if uploads else math.nan,
@@ -120,18 +119,18 @@ def conduct(
         due = round == server.rounds or bool(watch.every and round % watch.every == 0)
         report = replace(report, measures=measured(engine, state, merged, uploads, sent["weights"], watch, due))
     engine.remember(uploads)
-    vectors = {**merged.vectors, **next_medians(problem, state.vectors, uploads)}
+    vectors = {**merged.vectors, **next_medians(problem, state.vectors, scales, uploads)}
     return replace(merged, round=state.round + 1, vectors=vectors), report
 
 
 def _not_finite(before: ServerState, after: ServerState) -> str:
     """Why a state cannot replace the previous one; empty if it can. A part may keep NaN in its own state."""
     named = {"weights": after.weights, "buffers": after.buffers, **after.vectors}
-    old = {"weights": before.weights, "buffers": before.buffers, **before.vectors}
     for name, vector in named.items():
         # A finite sum has only finite terms, and needs one pass; a sum may overflow although all terms are finite.
         if math.isfinite(float(vector.sum())):
             continue
+        old = {"weights": before.weights, "buffers": before.buffers, **before.vectors}
         if not bool((torch.isfinite(vector) | ~torch.isfinite(old[name])).all()):
             return f"the merged {name} would not be finite, so the state stays as it was; lower admission.max_norm"
     return ""
@@ -162,12 +161,11 @@ def _heard(
     """
     hold = not problem.method.always_moves and (single or problem.deployed)
     gate = Gate(problem, limits, broadcast, scales=scales, hold=hold)
-    release = None if single else engine.release
     while True:
         before = len(gate.failed)
         arriving = engine.local_rounds(broadcast, cohort) if cohort else ()
         order = problem.federation.largest_first(cohort)
-        uploads = collect(gate.admitted(arriving), server.average, order, gate.away, release, gate.most)
+        uploads = collect(gate.admitted(arriving), server.average, order, gate.away, gate.most, keep=single)
         if problem.group == 1 or len(gate.failed) == before:
             return uploads, gate
         gate = Gate(problem, limits, broadcast, gate.failed, scales, hold)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fedflat.errors import RecipeError, SplitError
 from fedflat.federation import Federation
 from fedflat.local import Loss, Vectors
-from fedflat.methods import Method, Privacy
+from fedflat.methods import Method, Privacy, spell
 from fedflat.models import Network
 from fedflat.randomness import Secret
 from fedflat.recipe import BufferPolicy, Engine, Evaluation, Local, Measure, Model, Recipe
@@ -22,7 +23,10 @@ FAILURES = ("raised", "hung", "died")  # reasons why a client may send no upload
 
 @dataclass
 class Problem:
-    """Everything that stays the same over the rounds: the recipe and the objects that it describes.
+    """Everything that stays the same over the rounds: the recipe, and the four objects that it names.
+
+    The recipe's `data`, `split`, `model`, `method` and `task` are names, as a file holds them; `federation`, `network`,
+    `method` and `task` are what was built from them, or given in Python. All settings are in the recipe alone.
 
     `secret` seeds the draws of this side of a deployment, instead of the recipe's seed. `deployed` is true if the
     clients, and so their privacy, are real. `discarded` is the number of rounds that a deployment has discarded to
@@ -58,6 +62,7 @@ class Problem:
         """Create a problem from a few settings; the rest of the recipe has its defaults. `loss` replaces the task's."""
         recipe = Recipe(
             seed=seed,
+            method=spell(method),
             model=Model(buffers=buffers),
             local=local or Local(),
             evaluation=Evaluation(measures=[*measures]),
@@ -96,7 +101,7 @@ class Problem:
         """The number of clients that share a step."""
         return self.recipe.engine.group or 1
 
-    @property
+    @cached_property
     def memory(self) -> dict[str, int]:
         """The vectors that each client keeps between rounds, with their sizes."""
         sizes = dict.fromkeys(self.method.memory, self.network.size)
@@ -108,7 +113,7 @@ class Problem:
         """The names of the notes that clients may report; * stands for a layer of the network."""
         return self.method.notes | ({"proximal_loss"} if "proximal" in self.recipe.evaluation.measures else set())
 
-    @property
+    @cached_property
     def uploads(self) -> dict[str, int]:
         """The vectors that each client uploads, with their sizes."""
         sizes = self.method.upload_sizes(self.network.layout)

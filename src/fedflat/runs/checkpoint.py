@@ -28,7 +28,7 @@ from fedflat.errors import RunError
 from fedflat.files import private_directory, sync_directory, write_whole, written_to
 from fedflat.local import Vectors
 from fedflat.recipe import Recipe
-from fedflat.rounds import Memory, ServerState
+from fedflat.rounds import ClientMemory, ServerState
 from fedflat.runs.folder import Record
 from fedflat.runs.manifest import (
     SCHEMA,
@@ -76,7 +76,7 @@ class Checkpoints:
     def _stays(self, round: int) -> bool:
         return bool(self._keep) and round % self._keep == 0
 
-    def save(self, state: ServerState, memory: Memory | None, metrics: Record, score: float | None) -> None:
+    def save(self, state: ServerState, memory: ClientMemory | None, metrics: Record, score: float | None) -> None:
         """Save everything that the run needs after a round; it is on disk when this returns.
 
         `score` is the value of the metric that the recipe follows; it decides which checkpoint is the best.
@@ -114,7 +114,7 @@ class Checkpoints:
         write_whole(self._folder / name, blob)
         return {"file": name, "sha256": hashlib.sha256(blob).hexdigest()}
 
-    def _memory_of(self, memory: Memory, round: int) -> Record:
+    def _memory_of(self, memory: ClientMemory, round: int) -> Record:
         """Save the clients' memory: new files for clients that changed, existing files for the rest.
 
         As in a log, outdated rows stay in the old files. When the files hold more than twice the current rows, the
@@ -128,9 +128,9 @@ class Checkpoints:
             moving |= {*kept.pop(min(kept))["clients"]}
         order, rows = sorted(moving), _rows_of_bundle(memory, moving)
         for number, clients in enumerate(order[i : i + rows] for i in range(0, len(order), rows)):
-            vectors = {f"{client}.{name}": v for client in clients for name, v in (memory[client] or {}).items()}
-            written = self._write(f"{round:08}.memory.{number}.safetensors", vectors)
-            memory.release(clients)
+            with memory.reading(clients) as found:
+                vectors = {f"{client}.{name}": v for client, own in found.items() for name, v in own.items()}
+                written = self._write(f"{round:08}.memory.{number}.safetensors", vectors)
             kept[written["file"]] = {"sha256": written["sha256"], "rows": len(clients), "clients": clients}
         return kept
 
@@ -224,7 +224,7 @@ def fingerprint(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(recipe.essentials(), sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _rows_of_bundle(memory: Memory, clients: Iterable[int]) -> int:
+def _rows_of_bundle(memory: ClientMemory, clients: Iterable[int]) -> int:
     row = next((memory[client] for client in clients), None) or {}
     size = sum(vector.numel() * vector.element_size() for vector in row.values())
     return max(1, BUNDLE // max(size, 1))

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from fedflat.engine import Scratch
 from fedflat.errors import FedflatError, RunError, StoppedError
 from fedflat.federation import DECODED_FOLDER
 from fedflat.files import changeable, private_directory, read_whole, write_whole, written_to
-from fedflat.rounds import Scratch
 from fedflat.runs.sweep.plan import Point, Sweep
 from fedflat.runs.sweep.results import GO_ON, finished, save_result
 

@@ -8,9 +8,9 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from fedflat.engine import Scratch
 from fedflat.errors import FedflatError
 from fedflat.files import read_whole
-from fedflat.rounds import Scratch
 from fedflat.runs.sweep.jobs import Jobs
 from fedflat.runs.sweep.plan import Point, Sweep
 from fedflat.runs.sweep.results import finished
