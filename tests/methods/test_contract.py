@@ -15,7 +15,7 @@ from fedflat.methods.example import drawn, example_rule
 from fedflat.methods.parser import parse
 from fedflat.methods.part import ServerView, Wrapper
 from fedflat.methods.parts import ActivationNorm, ConsensusAscent, DynamicDual, LocalPrivacy, ProximalAscent
-from fedflat.methods.uploads import Upload
+from fedflat.methods.uploads import Upload, collect
 from fedflat.models import Layout
 
 
@@ -431,3 +431,26 @@ def test_a_part_without_a_hash_is_composed_each_time():
             return replace(rule, decay=rule.decay + sum(self.rates))
 
     assert Method(Listed([0.5])).parts == (Listed([0.5]),)
+
+
+@pytest.mark.parametrize(
+    ("late", "sentence"),
+    [
+        (lambda move: move, "a tensor of shape (3,) (float32) is returned where merge's move and state are due"),
+        (lambda move: (None, {}), "NoneType is returned where a vector of the model's size is due"),
+        (lambda move: (move.double(), {}), "a tensor of shape (3,) (float64) is returned where the weights are"),
+        (lambda move: (move, {"kept": move}), "its merge returns 'kept' as a tensor of shape (3,) (float32), but in"),
+    ],
+)
+def test_a_merge_that_returns_something_else_in_a_later_round_is_named(late, sentence):
+    class Late(Part):
+        def first_state(self, weights):
+            return {"kept": torch.zeros(1)}
+
+        def merge(self, move, server, uploads):
+            return late(move) if server.round == 7 else (move, {})
+
+    weights, state = torch.zeros(3), {"kept": torch.zeros(1)}
+    with pytest.raises(RecipeError) as caught:
+        Method(Late()).merge(weights, ServerView(weights, weights, 7, 10, state), collect([], "uniform"))
+    assert str(caught.value).startswith(f"method: Late in round 7: {sentence}")

@@ -62,7 +62,8 @@ class Packed(Sequence[Tensor]):
         return self._indices[begin:end]
 
     def _span(self, place: int) -> tuple[int, int]:
-        if not -len(self) <= place < len(self):
-            raise IndexError(f"there are {len(self)} clients, and {place} is not one of them")
-        place %= len(self)
+        count = len(self)
+        if not -count <= place < count:
+            raise IndexError(f"there are {count} clients, and {place} is not one of them")
+        place %= count
         return int(self._ends[place]), int(self._ends[place + 1])

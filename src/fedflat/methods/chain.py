@@ -257,6 +257,6 @@ class Method:
         """
         state, uploads = dict(server.vectors), self.guarded(server, uploads)
         for link in self._all():
-            move, mine = link.part.merge(move, link.view(server), link.seen(uploads))
-            state |= link.state.close(mine)
+            move, mine = link.merge(move, server, uploads)
+            state |= mine
         return move, state

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedflat.errors import RecipeError
 from fedflat.local import LocalRule, Vectors
+from fedflat.methods import contract
 from fedflat.methods.part import Part, ServerView, Wrapper
 from fedflat.methods.uploads import Hidden, Sums, Uploads
 
@@ -93,6 +94,16 @@ class Link:
             return Hidden(self.guard)
         own = uploads.named(self.uploads)
         return own if self.part.sees == "each" else Sums(own)
+
+    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
+        """Return the move with this part's changes, and the part's new state by the names in the chain."""
+        view = self.view(server)
+        result = self.part.merge(move, view, self.seen(uploads))
+        try:  # the example has shown one round only
+            move, state = contract.merged(result, server.weights, view.vectors)
+        except RecipeError as error:
+            raise RecipeError(f"method: {self.name} in round {server.round}: {error}") from None
+        return move, self.state.close(state)
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Mapping[str, Tensor]) -> LocalRule:
         """Return the rule with this part's ingredients."""
