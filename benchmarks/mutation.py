@@ -32,6 +32,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
 
@@ -39,6 +40,7 @@ import pytest
 import torch
 from _pytest.runner import runtestprotocol
 from equivalent import EQUIVALENT
+from hypothesis import HealthCheck, Phase, settings
 
 from fedflat.methods import chain
 
@@ -92,7 +94,7 @@ COMMUTATIVE = (
     "slope",
 )  # slope(q, c) moves by c q
 GUARD = 1e-5  # numbers below it only keep a division finite
-HANG = 3600  # seconds after which a test that waits for something has failed
+HANG = 1200  # seconds after which a test that waits for something has failed
 SKIPPED = ast.Raise | ast.Assert | ast.JoinedStr  # and annotations, decorators, defaults, docstrings and option()
 
 
@@ -265,6 +267,12 @@ class Laboratory:
         self.callers: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
         self.screen = os.fdopen(os.dup(2), "w")  # pytest captures the other one
 
+    def pytest_collection(self) -> None:
+        """Hypothesis draws the same examples for every mutant, and does not look for a smaller one that fails."""
+        few = {"derandomize": True, "database": None, "phases": (Phase.explicit, Phase.generate)}
+        settings.register_profile("mutation", settings.default, suppress_health_check=list(HealthCheck), **few)
+        settings.load_profile("mutation")
+
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         chain._remembered = chain._remembered.__wrapped__  # every test must build its methods itself
         for item in session.items:
@@ -277,14 +285,14 @@ class Laboratory:
         known = [held for held in gc.get_objects() if type(held) is FunctionType]
         self.functions = [held for held in known if held.__code__.co_filename in self.files]
         self.order = {item: place for place, item in enumerate(self.seconds)}
-        self.kills = torch.zeros(len(self.order)).share_memory_()
+        self.rows = {path: row for row, path in enumerate(sorted(self.files))}
+        self.kills = torch.zeros(len(self.rows), len(self.order)).share_memory_()
         gc.freeze()  # so that children share this memory
         running: dict[int, tuple[Mutant, int]] = {}
         for mutant in self.todo:
             items = self.callers[str(PACKAGE / mutant.module), mutant.function]
             items = [item for item in items if self.seconds[item] <= self.slow]
-            # Those first that are fast or have killed others.
-            items.sort(key=lambda item: self.seconds[item] / (1 + float(self.kills[self.order[item]])))
+            items.sort(key=partial(self.effort, mutant))
             if len(running) == self.jobs:
                 self.collect(running)
             if (child := os.fork()) == 0:
@@ -293,6 +301,11 @@ class Laboratory:
         while running:
             self.collect(running)
         return True
+
+    def effort(self, mutant: Mutant, item: pytest.Item) -> float:
+        """Low for the tests that come first: they are fast, or have killed other mutants of the module."""
+        kills = float(self.kills[self.rows[str(PACKAGE / mutant.module)], self.order[item]])
+        return (0.01 + self.seconds[item]) / (1 + kills) ** 2
 
     def observe(self, item: pytest.Item, key: str) -> dict:
         """Run a test as it is, and write down which functions it calls and how long it takes."""
@@ -322,10 +335,10 @@ class Laboratory:
             mutant.install(self.functions)
             for item in items:
                 # Processor time, so that a busy machine or a frozen process kills no mutant.
-                signal.setitimer(signal.ITIMER_PROF, 60 + 20 * self.seconds[item])
+                signal.setitimer(signal.ITIMER_PROF, 10 + 10 * self.seconds[item])
                 signal.alarm(HANG)
                 if any(report.failed for report in runtestprotocol(item, log=False, nextitem=item.session)):
-                    self.kills[self.order[item]] += 1
+                    self.kills[self.rows[str(PACKAGE / mutant.module)], self.order[item]] += 1
                     os._exit(1)
             os._exit(0)
         except BaseException:
@@ -340,7 +353,7 @@ class Laboratory:
         ended = os.waitstatus_to_exitcode(status)  # below 0 by a signal
         if ended > 1 or ended == -signal.SIGKILL:
             raise RuntimeError(f"{mutant.key} could not be tried")
-        record = {"key": mutant.key, **vars(mutant), "killed": ended != 0, "tests": tests}
+        record = {"key": mutant.key, **vars(mutant), "killed": ended != 0, "ended": ended, "tests": tests}
         write(self.results, record)
         if not ended:
             self.screen.write(f"survives: {mutant.key} ({tests} tests)\n")
@@ -394,7 +407,8 @@ def main() -> int:
     if todo:
         os.environ["PYTEST_XDIST_WORKER"] = "mutation"
         torch.set_num_threads(1)
-        arguments = ["-qq", "--no-header", "--no-summary", "-p", "no:randomly", *(str(ROOT / test) for test in tests)]
+        quickly = ["-qq", "--no-header", "--no-summary", "--tb=no", "--assert=plain"]
+        arguments = [*quickly, *(str(ROOT / test) for test in tests)]
         pytest.main(arguments, plugins=[Laboratory(todo, options.results, options.jobs, options.slow)])
     known = recorded(options.results)
     records = [known[mutant.key] for mutant in chosen if mutant.key in known]
