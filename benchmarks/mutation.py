@@ -244,14 +244,15 @@ class Mutant:
 
 def mutants(module: str) -> list[Mutant]:
     """All mutants of a module but for those that compute the same."""
-    found = []
-    for place, (function, node) in enumerate(places(ast.parse((PACKAGE / module).read_text()))):
+    found, source = [], (PACKAGE / module).read_text()
+    lines = source.splitlines()
+    for place, (function, node) in enumerate(places(ast.parse(source))):
         for variant, other in enumerate(variants(node)):
             before, after = (" ".join(ast.unparse(ast.fix_missing_locations(x)).split()) for x in (node, other))
             change = f"{before[:90]} → {after[:90]}"
             mutant = Mutant(module, function, node.lineno, node.col_offset, change, place, variant)
             same = [text for where, name, text, _ in EQUIVALENT if (where, name) == (module, function)]
-            if not any(text in change for text in same):
+            if not any(text in f"{lines[node.lineno - 1]} ¦ {change}" for text in same):
                 found.append(mutant)
     return found
 
