@@ -262,6 +262,6 @@ class Method:
             sealed = self.always_moves and link.part is not self.protection
             seen = Sealed(type(self.protection).__name__) if sealed else link.seen(uploads)
             view = link.view(server)
-            move, mine = kept(link.name, merged, link.part.merge(move, view, seen), move, view.vectors)
+            move, mine = kept(link.name, merged, link.part.merge(move, view, seen), server.weights, view.vectors)
             state |= link.state.close(mine)
         return move, state
