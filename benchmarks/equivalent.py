@@ -6,6 +6,8 @@ EQUIVALENT = [
     ("methods/parts/consensus.py", "ConsensusAscent.merge", "else GUARD → 1e-16", "a guard"),
     ("methods/parts/consensus.py", "ConsensusAscent.plan", "else {} → {'last': torch.zeros_like(memory['dual'])}",
      COSTS),
+    ("methods/parts/ascent.py", "SparingAscent.__call__", "carry['step'] - 1", "a multiple or not"),
+    ("methods/parts/ascent.py", "SparingAscent.__call__", "self.every > 1: ¦ 1 → 0", COSTS),
     ("methods/parts/compression.py", "top_k", "topk(k, sorted=False)", "the order of the entries"),
     ("methods/parts/server_step.py", "AdaptiveServer.merge", "square / torch.sign(v - square)",
      "a sign is its own inverse"),
