@@ -169,10 +169,10 @@ def draws(function: ast.FunctionDef) -> bool:
     return f"{function.name.lstrip('_')}_".startswith("draw_") or "axes: Any" in given
 
 
-def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """The nodes that may be changed, each with the qualified name of the outermost function it stands in."""
+def places(tree: ast.Module) -> Iterator[tuple[str, int, ast.AST]]:
+    """The nodes that may be changed, each with the qualified name and the line of the outermost function around it."""
 
-    def inside(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
+    def inside(node: ast.AST, function: str, first: int) -> Iterator[tuple[str, int, ast.AST]]:
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
                 continue
@@ -183,15 +183,15 @@ def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
                 if not isinstance(child, ast.AST) or isinstance(child, SKIPPED):
                     continue
                 if not guards(child):
-                    yield function, child
-                    yield from inside(child, function)
+                    yield function, first, child
+                    yield from inside(child, function, first)
 
-    def outside(body: list[ast.stmt], path: str) -> Iterator[tuple[str, ast.AST]]:
+    def outside(body: list[ast.stmt], path: str) -> Iterator[tuple[str, int, ast.AST]]:
         for node in body:
             if isinstance(node, ast.ClassDef):
                 yield from outside(node.body, f"{path}{node.name}.")
             elif isinstance(node, ast.FunctionDef) and not draws(node):
-                yield from inside(node, path + node.name)
+                yield from inside(node, path + node.name, node.lineno)
 
     return outside(tree.body, "")
 
@@ -208,10 +208,11 @@ class Exchange(ast.NodeTransformer):
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: the `variant`-th of the `place`-th node of a module."""
+    """One change: the `variant`-th of the `place`-th node of a module. Its function begins in the line `first`."""
 
     module: str
     function: str
+    first: int
     line: int
     column: int
     change: str
@@ -220,12 +221,14 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        return f"{self.module}:{self.line}:{self.column} {self.function} {self.change} ({self.variant})"
+        """A name that holds as long as the function does not change."""
+        where = f"{self.module} {self.function}+{self.line - self.first}:{self.column}"
+        return f"{where} {self.change} ({self.variant})"
 
     def code(self) -> dict[str, CodeType]:
         """The functions of the changed module by their qualified names."""
         tree = ast.parse((PACKAGE / self.module).read_text())
-        _, node = list(places(tree))[self.place]
+        *_, node = list(places(tree))[self.place]
         tree = ast.fix_missing_locations(Exchange(node, list(variants(node))[self.variant]).visit(tree))
         found, codes = [compile(tree, str(PACKAGE / self.module), "exec", dont_inherit=True)], {}
         for code in found:
@@ -246,11 +249,11 @@ def mutants(module: str) -> list[Mutant]:
     """All mutants of a module but for those that compute the same."""
     found, source = [], (PACKAGE / module).read_text()
     lines = source.splitlines()
-    for place, (function, node) in enumerate(places(ast.parse(source))):
+    for place, (function, first, node) in enumerate(places(ast.parse(source))):
         for variant, other in enumerate(variants(node)):
             before, after = (" ".join(ast.unparse(ast.fix_missing_locations(x)).split()) for x in (node, other))
             change = f"{before[:90]} → {after[:90]}"
-            mutant = Mutant(module, function, node.lineno, node.col_offset, change, place, variant)
+            mutant = Mutant(module, function, first, node.lineno, node.col_offset, change, place, variant)
             same = [text for where, name, text, _ in EQUIVALENT if (where, name) == (module, function)]
             if not any(text in f"{lines[node.lineno - 1]} ¦ {change}" for text in same):
                 found.append(mutant)
@@ -357,7 +360,7 @@ class Laboratory:
         record = {"key": mutant.key, **vars(mutant), "killed": ended != 0, "ended": ended, "tests": tests}
         write(self.results, record)
         if not ended:
-            self.screen.write(f"survives: {mutant.key} ({tests} tests)\n")
+            self.screen.write(f"survives: {mutant.module}:{mutant.line} {mutant.key} ({tests} tests)\n")
             self.screen.flush()
 
 
