@@ -1,15 +1,16 @@
 """Mutants of `mutation.py` that no test can kill, because they compute the same: they are not tried."""
 
 COSTS = "asks for more than is needed, which only costs time or memory"
-EQUIVALENT = [  # mutants that compute the same: module, function, a part of the change, and the reason
+# Module, function, a part of the change, and the reason. What stands before ¦ is the end of the line that is changed.
+EQUIVALENT = [
     ("methods/parts/consensus.py", "ConsensusAscent.merge", "else GUARD → 1e-16", "a guard"),
     ("methods/parts/consensus.py", "ConsensusAscent.plan", "else {} → {'last': torch.zeros_like(memory['dual'])}",
      COSTS),
+    ("methods/parts/ascent.py", "SparingAscent.__call__", "carry['step'] - 1", "a multiple or not"),
+    ("methods/parts/ascent.py", "SparingAscent.__call__", "self.every > 1: ¦ 1 → 0", COSTS),
     ("methods/parts/compression.py", "top_k", "topk(k, sorted=False)", "the order of the entries"),
     ("methods/parts/server_step.py", "AdaptiveServer.merge", "square / torch.sign(v - square)",
      "a sign is its own inverse"),
-    ("methods/parts/server_step.py", "WeightAveraging.merge", "done - self.start → self.start - done",
-     "a multiple or not"),
     ("methods/parts/server_step.py", "WeightAveraging.evaluated", "else None → server['swa']",
      "before round 0 the average is w"),
     ("methods/parts/proximal.py", "ProximalStep.features", "False → True", COSTS),
@@ -30,11 +31,10 @@ EQUIVALENT = [  # mutants that compute the same: module, function, a part of the
     ("methods/parts/protection.py", "Privacy.drawn", "→ generator('privacy', seed, round, client)",
      "another random stream"),
     ("methods/uploads.py", "Uploads.named", "'norm' in vars(upload)", COSTS),
-    ("methods/uploads.py", "Uploads.named", "→ pass", COSTS),
     ("methods/uploads.py", "_Total.uploads", "1 → 0", "without uploads the sum has no entry to divide"),
     ("methods/uploads.py", "_Total.uploads", "total or 1 → total", "without uploads the sum has no entry to divide"),
     ("flatness/intervals.py", "hall", "0.0 → 1", "equal samples have no error to be multiplied"),
-    ("flatness/lanczos.py", "largest", "torch.zeros(room, room, dtype=torch.float64) →", "a square"),
+    ("flatness/lanczos.py", "largest", "→ torch.zeros(room, room, dtype", "a square"),
     ("flatness/lanczos.py", "largest", "10 → 20", "how much of rounding counts as zero"),
     ("flatness/lanczos.py", "largest", "10 * torch.finfo(dtype).eps → torch.finfo",
      "how much of rounding counts as zero"),
@@ -53,9 +53,9 @@ EQUIVALENT = [  # mutants that compute the same: module, function, a part of the
     ("flatness/landscape.py", "_orthogonalised", "→ basis / factor", "a sign is its own inverse"),
     ("flatness/duality.py", "_moments", "→ correlation.nan_to_num(0, 0, 0)", "the same numbers"),
     ("flatness/norms.py", "Gram.__init__", "0 → 1", "only differences of the products are looked at"),
-    ("flatness/norms.py", "Gram.__matmul__", "1 → 0", "nobody asks for the number of these products"),
+    ("flatness/norms.py", "Gram.__matmul__", "products += 1 ¦ 1 → 0", "nobody asks for the number of these products"),
     ("flatness/norms.py", "_stretch", "→ not image.any()", "top_eigenvalues writes one dimension out"),
-    ("flatness/norms.py", "_stretch", "1 → 0", "top_eigenvalues writes one dimension out"),
+    ("flatness/norms.py", "_stretch", "image.any(): ¦ 1 → 0", "top_eigenvalues writes one dimension out"),
     ("flatness/norms.py", "_stretch", "→ gram.size == 1", "top_eigenvalues finds the zeros of a zero matrix"),
     ("flatness/norms.py", "_stretch", "→ top_eigenvalues(gram, tolerance=1e-06)", COSTS),
     ("flatness/norms.py", "layer_norms", "→ name in shapes", "only such layers have shapes; it tells the type checker"),

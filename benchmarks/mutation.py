@@ -32,6 +32,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
 
@@ -39,6 +40,7 @@ import pytest
 import torch
 from _pytest.runner import runtestprotocol
 from equivalent import EQUIVALENT
+from hypothesis import HealthCheck, Phase, settings
 
 from fedflat.methods import chain
 
@@ -92,7 +94,7 @@ COMMUTATIVE = (
     "slope",
 )  # slope(q, c) moves by c q
 GUARD = 1e-5  # numbers below it only keep a division finite
-HANG = 3600  # seconds after which a test that waits for something has failed
+HANG = 1200  # seconds after which a test that waits for something has failed
 SKIPPED = ast.Raise | ast.Assert | ast.JoinedStr  # and annotations, decorators, defaults, docstrings and option()
 
 
@@ -167,10 +169,10 @@ def draws(function: ast.FunctionDef) -> bool:
     return f"{function.name.lstrip('_')}_".startswith("draw_") or "axes: Any" in given
 
 
-def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """The nodes that may be changed, each with the qualified name of the outermost function it stands in."""
+def places(tree: ast.Module) -> Iterator[tuple[str, int, ast.AST]]:
+    """The nodes that may be changed, each with the qualified name and the line of the outermost function around it."""
 
-    def inside(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
+    def inside(node: ast.AST, function: str, first: int) -> Iterator[tuple[str, int, ast.AST]]:
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
                 continue
@@ -181,15 +183,15 @@ def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
                 if not isinstance(child, ast.AST) or isinstance(child, SKIPPED):
                     continue
                 if not guards(child):
-                    yield function, child
-                    yield from inside(child, function)
+                    yield function, first, child
+                    yield from inside(child, function, first)
 
-    def outside(body: list[ast.stmt], path: str) -> Iterator[tuple[str, ast.AST]]:
+    def outside(body: list[ast.stmt], path: str) -> Iterator[tuple[str, int, ast.AST]]:
         for node in body:
             if isinstance(node, ast.ClassDef):
                 yield from outside(node.body, f"{path}{node.name}.")
             elif isinstance(node, ast.FunctionDef) and not draws(node):
-                yield from inside(node, path + node.name)
+                yield from inside(node, path + node.name, node.lineno)
 
     return outside(tree.body, "")
 
@@ -206,10 +208,11 @@ class Exchange(ast.NodeTransformer):
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: the `variant`-th of the `place`-th node of a module."""
+    """One change: the `variant`-th of the `place`-th node of a module. Its function begins in the line `first`."""
 
     module: str
     function: str
+    first: int
     line: int
     column: int
     change: str
@@ -218,12 +221,14 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        return f"{self.module}:{self.line}:{self.column} {self.function} {self.change} ({self.variant})"
+        """A name that holds as long as the function does not change."""
+        where = f"{self.module} {self.function}+{self.line - self.first}:{self.column}"
+        return f"{where} {self.change} ({self.variant})"
 
     def code(self) -> dict[str, CodeType]:
         """The functions of the changed module by their qualified names."""
         tree = ast.parse((PACKAGE / self.module).read_text())
-        _, node = list(places(tree))[self.place]
+        *_, node = list(places(tree))[self.place]
         tree = ast.fix_missing_locations(Exchange(node, list(variants(node))[self.variant]).visit(tree))
         found, codes = [compile(tree, str(PACKAGE / self.module), "exec", dont_inherit=True)], {}
         for code in found:
@@ -242,14 +247,15 @@ class Mutant:
 
 def mutants(module: str) -> list[Mutant]:
     """All mutants of a module but for those that compute the same."""
-    found = []
-    for place, (function, node) in enumerate(places(ast.parse((PACKAGE / module).read_text()))):
+    found, source = [], (PACKAGE / module).read_text()
+    lines = source.splitlines()
+    for place, (function, first, node) in enumerate(places(ast.parse(source))):
         for variant, other in enumerate(variants(node)):
             before, after = (" ".join(ast.unparse(ast.fix_missing_locations(x)).split()) for x in (node, other))
             change = f"{before[:90]} → {after[:90]}"
-            mutant = Mutant(module, function, node.lineno, node.col_offset, change, place, variant)
+            mutant = Mutant(module, function, first, node.lineno, node.col_offset, change, place, variant)
             same = [text for where, name, text, _ in EQUIVALENT if (where, name) == (module, function)]
-            if not any(text in change for text in same):
+            if not any(text in f"{lines[node.lineno - 1]} ¦ {change}" for text in same):
                 found.append(mutant)
     return found
 
@@ -265,6 +271,12 @@ class Laboratory:
         self.callers: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
         self.screen = os.fdopen(os.dup(2), "w")  # pytest captures the other one
 
+    def pytest_collection(self) -> None:
+        """Hypothesis draws the same examples for every mutant, and does not look for a smaller one that fails."""
+        few = {"derandomize": True, "database": None, "phases": (Phase.explicit, Phase.generate)}
+        settings.register_profile("mutation", settings.default, suppress_health_check=list(HealthCheck), **few)
+        settings.load_profile("mutation")
+
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         chain._remembered = chain._remembered.__wrapped__  # every test must build its methods itself
         for item in session.items:
@@ -277,14 +289,14 @@ class Laboratory:
         known = [held for held in gc.get_objects() if type(held) is FunctionType]
         self.functions = [held for held in known if held.__code__.co_filename in self.files]
         self.order = {item: place for place, item in enumerate(self.seconds)}
-        self.kills = torch.zeros(len(self.order)).share_memory_()
+        self.rows = {path: row for row, path in enumerate(sorted(self.files))}
+        self.kills = torch.zeros(len(self.rows), len(self.order)).share_memory_()
         gc.freeze()  # so that children share this memory
         running: dict[int, tuple[Mutant, int]] = {}
         for mutant in self.todo:
             items = self.callers[str(PACKAGE / mutant.module), mutant.function]
             items = [item for item in items if self.seconds[item] <= self.slow]
-            # Those first that are fast or have killed others.
-            items.sort(key=lambda item: self.seconds[item] / (1 + float(self.kills[self.order[item]])))
+            items.sort(key=partial(self.effort, mutant))
             if len(running) == self.jobs:
                 self.collect(running)
             if (child := os.fork()) == 0:
@@ -293,6 +305,11 @@ class Laboratory:
         while running:
             self.collect(running)
         return True
+
+    def effort(self, mutant: Mutant, item: pytest.Item) -> float:
+        """Low for the tests that come first: they are fast, or have killed other mutants of the module."""
+        kills = float(self.kills[self.rows[str(PACKAGE / mutant.module)], self.order[item]])
+        return (0.01 + self.seconds[item]) / (1 + kills) ** 2
 
     def observe(self, item: pytest.Item, key: str) -> dict:
         """Run a test as it is, and write down which functions it calls and how long it takes."""
@@ -322,10 +339,10 @@ class Laboratory:
             mutant.install(self.functions)
             for item in items:
                 # Processor time, so that a busy machine or a frozen process kills no mutant.
-                signal.setitimer(signal.ITIMER_PROF, 60 + 20 * self.seconds[item])
+                signal.setitimer(signal.ITIMER_PROF, 10 + 10 * self.seconds[item])
                 signal.alarm(HANG)
                 if any(report.failed for report in runtestprotocol(item, log=False, nextitem=item.session)):
-                    self.kills[self.order[item]] += 1
+                    self.kills[self.rows[str(PACKAGE / mutant.module)], self.order[item]] += 1
                     os._exit(1)
             os._exit(0)
         except BaseException:
@@ -340,10 +357,10 @@ class Laboratory:
         ended = os.waitstatus_to_exitcode(status)  # below 0 by a signal
         if ended > 1 or ended == -signal.SIGKILL:
             raise RuntimeError(f"{mutant.key} could not be tried")
-        record = {"key": mutant.key, **vars(mutant), "killed": ended != 0, "tests": tests}
+        record = {"key": mutant.key, **vars(mutant), "killed": ended != 0, "ended": ended, "tests": tests}
         write(self.results, record)
         if not ended:
-            self.screen.write(f"survives: {mutant.key} ({tests} tests)\n")
+            self.screen.write(f"survives: {mutant.module}:{mutant.line} {mutant.key} ({tests} tests)\n")
             self.screen.flush()
 
 
@@ -394,7 +411,8 @@ def main() -> int:
     if todo:
         os.environ["PYTEST_XDIST_WORKER"] = "mutation"
         torch.set_num_threads(1)
-        arguments = ["-qq", "--no-header", "--no-summary", "-p", "no:randomly", *(str(ROOT / test) for test in tests)]
+        quickly = ["-qq", "--no-header", "--no-summary", "--tb=no", "--assert=plain"]
+        arguments = [*quickly, *(str(ROOT / test) for test in tests)]
         pytest.main(arguments, plugins=[Laboratory(todo, options.results, options.jobs, options.slow)])
     known = recorded(options.results)
     records = [known[mutant.key] for mutant in chosen if mutant.key in known]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedflat import Method, Part, option, trusted
+from fedflat import Method, Part, option, train, trusted
 from fedflat.errors import RecipeError
 from fedflat.methods.catalogue import CATALOGUE
 from fedflat.methods.example import drawn, example_rule
@@ -433,24 +433,65 @@ def test_a_part_without_a_hash_is_composed_each_time():
     assert Method(Listed([0.5])).parts == (Listed([0.5]),)
 
 
-@pytest.mark.parametrize(
-    ("late", "sentence"),
-    [
-        (lambda move: move, "a tensor of shape (3,) (float32) is returned where merge's move and state are due"),
-        (lambda move: (None, {}), "NoneType is returned where a vector of the model's size is due"),
-        (lambda move: (move.double(), {}), "a tensor of shape (3,) (float64) is returned where the weights are"),
-        (lambda move: (move, {"kept": move}), "its merge returns 'kept' as a tensor of shape (3,) (float32), but in"),
-    ],
-)
-def test_a_merge_that_returns_something_else_in_a_later_round_is_named(late, sentence):
-    class Late(Part):
-        def first_state(self, weights):
-            return {"kept": torch.zeros(1)}
+WRONG = {
+    "broadcast": (lambda server: {"v": 1} if server.round > 1 else {"v": server.weights}, "a table of tensors"),
+    "begin": (lambda sent, memory: 3 if sent["late"].max() > 1 else None, "a vector of the model's size"),
+    "plan": (lambda rule, sent, memory: None if rule.round > 1 else rule, "plan's rule"),
+    "report": (lambda u, s, m, outcome: u if outcome.rule.round > 1 else (u, m), "report's upload and memory"),
+    "merge": (lambda move, server, u: move if server.round > 1 else (move, {}), "merge's move and state"),
+}
+
+
+@pytest.mark.parametrize("function", WRONG)
+def test_a_wrong_type_in_a_later_round_is_one_sentence_that_names_the_part(function, digits):
+    wrong, due = WRONG[function]
+    late = {"broadcast": lambda server: {"late": torch.full_like(server.weights, server.round)}}
+    method = Method(part("Late", **late | {function: wrong}))
+    run = dict(cohort=2, steps=1, batch=8, seed=0, group=1)
+    train(digits, "mlp", method, rounds=2, **run)
+    with pytest.raises(RecipeError, match=f"^method: Late: .* is returned where {due}"):
+        train(digits, "mlp", method, rounds=3, **run)
+
+
+def test_two_parts_of_one_class_draw_independently_and_the_first_as_if_it_were_alone():
+    drawn_numbers: list[tuple[str, float]] = []
+
+    @dataclass(frozen=True)
+    class Draws(Part):
+        label: str
+
+        def note(self, where, giver):
+            drawn_numbers.append((self.label + where, float(torch.rand(1, generator=giver.generator("Draws")))))
+
+        def broadcast(self, server):
+            self.note(" broadcast", server)
+            return {}
+
+        def plan(self, rule, sent, memory):
+            self.note(" plan", rule)
+            return rule
+
+        def report(self, upload, sent, memory, outcome):
+            self.note(" report", outcome.rule)
+            return upload, memory
 
         def merge(self, move, server, uploads):
-            return late(move) if server.round == 7 else (move, {})
+            self.note(" merge", server)
+            return move, {}
 
-    weights, state = torch.zeros(3), {"kept": torch.zeros(1)}
-    with pytest.raises(RecipeError) as caught:
-        Method(Late()).merge(weights, ServerView(weights, weights, 7, 10, state), collect([], "uniform"))
-    assert str(caught.value).startswith(f"method: Late in round 7: {sentence}")
+    def seen(*labels):
+        method = Method(*map(Draws, labels))
+        drawn_numbers.clear()
+        weights = drawn(1)
+        server = ServerView(weights, weights, 3, 4)
+        rule = replace(example_rule(), round=3)
+        sent = method.broadcast(server)
+        planned = method.plan(rule, sent, {})
+        assert planned.stream == "", "what follows the parts draws as before"
+        upload, _ = method.report(Upload(0, 1, 4, 0.1, 1.0, drawn(2)), sent, {}, planned.outcome(drawn(2)))
+        method.merge(drawn(2), server, collect([upload], "samples"))
+        return dict(drawn_numbers)
+
+    alone, both = seen("a"), seen("a", "b")
+    assert {name: both[name] for name in alone} == alone
+    assert len({*both.values()}) == 4, "one number for plan and report, one for broadcast and merge, of each part"

@@ -285,6 +285,15 @@ def test_methods_that_would_go_around_the_noise_are_refused(method, sentence):
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize("part", [CentralPrivacy, LocalPrivacy])
+def test_in_a_deployment_noise_from_the_seed_is_refused_and_no_noise_is_not(part):
+    with pytest.raises(RecipeError, match=f"^method: the noise of {part.__name__} would follow from the recipe's seed"):
+        part(noise=0.5).refuse_seeded()
+    part(noise=0.5, entropy="system").refuse_seeded()
+    part(noise=0.0).refuse_seeded()
+    part(noise=0.0, entropy="system").refuse_seeded()
+
+
 @pytest.mark.parametrize("name", ["fedprox", "fedsam", "fedlesam", "fedsol", "fedadam", "fedavgm", "fedswa", "swa"])
 def test_methods_that_use_the_private_move_alone_are_not(name):
     assert parse(f"{name} + central_dp").protection == CentralPrivacy()

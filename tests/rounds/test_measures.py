@@ -255,6 +255,14 @@ def test_lambda_is_the_mean_entry_of_the_perturbations_shape_by_layer(digits, ra
     assert noted == pytest.approx(means, rel=1e-4)
 
 
+@pytest.mark.parametrize(("measures", "noted"), [([], set()), (["cosine"], {"cosine"}), (["lambda"], {"lambda"})])
+def test_fedsol_notes_what_is_measured_and_no_more(digits, measures, noted):
+    problem = problem_of(digits, mlp(), "fedsol(rho=0.5)", measures=measures)
+    with closing(Inline(problem)) as engine:
+        (upload,) = engine.local_rounds(Broadcast(0, 0.3, {"weights": first_state(problem).weights}), [2])
+    assert {name.split("/")[0] for name in upload.notes} == noted
+
+
 @pytest.mark.parametrize("together", [1, 2])
 def test_the_proximal_loss_is_the_divergence_of_the_answers_on_the_clients_own_samples(digits, together):
     problem = problem_of(digits, mlp(), measures=["proximal"], group=together)

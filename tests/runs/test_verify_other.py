@@ -211,8 +211,8 @@ class Plain:
     def merged(self, results, p, lr):
         """The server's move, from each participant's Δ and number of steps; keeps what the method remembers."""
         o, cohort, move = self.o, [*results], sum(p[i] * delta for i, (delta, _) in results.items())
+        count = self.effective if o.get("momentum_aware") else lambda steps: steps
         if self.method in ("scaffold", "fedgamma"):
-            count = self.effective if o.get("momentum_aware") else lambda steps: steps
             change = {i: -self.server_c - d / (count(k) * lr) for i, (d, k) in results.items()}
             self.c = [c + change.get(i, 0) for i, c in enumerate(self.c)]
             self.server_c = self.server_c + sum(change.values()) / CLIENTS
@@ -225,7 +225,7 @@ class Plain:
             self.c = [c + change.get(i, 0) for i, c in enumerate(self.c)]
             self.server_c = self.server_c + sum(self.share(i) * change[i] for i in cohort) / CLIENTS
         if "mix" in o:
-            self.direction = -sum(p[i] * d / (k * lr) for i, (d, k) in results.items())
+            self.direction = -sum(p[i] * d / (count(k) * lr) for i, (d, k) in results.items())
         if self.method == "fednova":
             a = {i: self.effective(k) for i, (_, k) in results.items()}
             move = sum(p[i] * a[i] for i in cohort) * sum(p[i] * results[i][0] / a[i] for i in cohort)
@@ -277,6 +277,7 @@ METHODS = [
     ("fedlesam_d", {"rho": 0.2, "penalty": 0.3, "direction": "client"}),
     ("fedlesam_d", {"rho": 0.2, "penalty": 0.3, "direction": "server"}),
     ("fedcm", {"mix": 0.4}),
+    ("fedcm", {"mix": 0.4, "momentum_aware": True}),
     ("mofedsam", {"rho": 0.1, "mix": 0.4}),
     ("fedsam", {"rho": 0.2}),
     ("fedgamma", {"rho": 0.05}),

@@ -61,7 +61,7 @@ class LocalRule:
 
     The first group of fields describes the round. Parts may read them: `share` is nᵢ m/N, `first_lr` is η of round 0,
     `typical_steps` is the K of a client of mean size, and `epochs` is the number of passes over the samples (1 if the
-    recipe counts steps). Random draws depend on seed, round and client.
+    recipe counts steps). Random draws depend on seed, round and client; `stream` separates two parts of one class.
 
     Parts set the second group, through the methods below where several parts may contribute. `spring` is a decay inside
     the clip. `carry` is the state that an ascent passes from step to step (FedSMOO's μ); `report` finds it in the
@@ -87,6 +87,7 @@ class LocalRule:
     seed: int = 0
     round: int = 0
     client: int = 0
+    stream: str = ""
 
     scale: float = 1.0
     pull: Tensor | None = None
@@ -137,7 +138,7 @@ class LocalRule:
 
     def generator(self, purpose: str) -> Generator:
         """Return a new generator for a part's draws, seeded by seed, purpose, round and client."""
-        return generator(self.seed, f"part/{purpose}", self.round, self.client)
+        return generator(self.seed, f"part/{purpose}{self.stream}", self.round, self.client)
 
     def require_head(self, part: str, body: bool = False) -> None:
         """Check that the head has trained weights of its own.

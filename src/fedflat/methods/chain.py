@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fedflat.errors import RecipeError
 from fedflat.local import LocalRule, Outcome, Vectors
-from fedflat.methods.contract import check_declared
+from fedflat.methods.contract import check_declared, kept, merged, reported, vector, vectors
+from fedflat.methods.contract import rule as checked_rule
 from fedflat.methods.link import Link, links_of, reporting
 from fedflat.methods.observe import Findings, observed, resolved
 from fedflat.methods.part import Part, RobustAverage, ServerView
@@ -176,7 +177,7 @@ class Method:
         """Return everything that the server sends: the initial weights of the round and the vectors of the parts."""
         sent: Vectors = {}
         for link in self._all():
-            own = link.part.broadcast(link.view(server))
+            own = kept(link.name, vectors, link.part.broadcast(link.view(server)), server.weights)
             server = replace(server, start=own.get("weights", server.start))
             sent |= link.sent.close({name: vector for name, vector in own.items() if name != "weights"})
         return {"weights": server.start, **sent}
@@ -190,7 +191,7 @@ class Method:
         """
         for link in self._all():
             start = link.part.begin(link.received(sent), link.memory.open(memory))
-            sent = sent if start is None else {**sent, "weights": start}
+            sent = sent if start is None else {**sent, "weights": kept(link.name, vector, start, sent["weights"])}
         return sent
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Mapping[str, Tensor]) -> LocalRule:
@@ -205,7 +206,7 @@ class Method:
             RecipeError: in this round, a part replaces the ascent or the optimiser that another part has set.
         """
         for link in self._links:
-            before, rule = rule, link.plan(rule, sent, memory)
+            before, rule = rule, kept(link.name, checked_rule, link.plan(rule, sent, memory))
             # No part does this on the example, but one could do so in a later round.
             for name in ("ascent", "descent"):
                 if getattr(before, name) is not None and getattr(rule, name) is not getattr(before, name):
@@ -223,15 +224,15 @@ class Method:
             memory: the client's memory before the round.
             outcome: the result of local training.
         """
-        kept: Vectors = {}
+        new: Vectors = {}
         beside: Vectors = {}
         for link in self._reporting:
-            upload, mine = link.part.report(
-                replace(upload, vectors={}), link.received(sent), link.memory.open(memory), outcome
-            )
-            kept |= link.memory.close(mine)
+            own = link.memory.open(memory)
+            made = link.report(replace(upload, vectors={}), sent, own, outcome)
+            upload, mine = kept(link.name, reported, made, outcome.delta, own)
+            new |= link.memory.close(mine)
             beside |= link.uploads.close(upload.vectors)
-        return replace(upload, vectors=beside), {**memory, **kept}
+        return replace(upload, vectors=beside), {**memory, **new}
 
     def guarded(self, server: ServerView, uploads: Uploads) -> Uploads:
         """Return the uploads; if the method has a robust average, it computes their sums.
@@ -257,6 +258,8 @@ class Method:
         """
         state, uploads = dict(server.vectors), self.guarded(server, uploads)
         for link in self._all():
-            move, mine = link.merge(move, server, uploads)
-            state |= mine
+            view = link.view(server)
+            made = link.part.merge(move, view, link.seen(uploads))
+            move, mine = kept(link.name, merged, made, server.weights, view.vectors)
+            state |= link.state.close(mine)
         return move, state

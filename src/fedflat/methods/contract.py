@@ -70,6 +70,23 @@ def _written(tensor: Tensor, before: tuple[int, Tensor]) -> bool:
     return tensor._version != version or not bool(((tensor == values) | both_nan).all())
 
 
+def kept(name: str, check: Callable[..., T], *given: Any) -> T:
+    """Return the checked result of a part's function in a round; one that the example did not show may be wrong.
+
+    Args:
+        name: name of the part, for error messages.
+        check: the check, one of the functions below.
+        given: its arguments, the result first.
+
+    Raises:
+        RecipeError: the result is not what the function must return; the message names the part.
+    """
+    try:
+        return check(*given)
+    except RecipeError as error:
+        raise RecipeError(f"method: {name}: {error}") from None
+
+
 def vectors(result: object, like: Tensor | None = None) -> Vectors:
     """Return the result if it is a dict of tensors; one named "weights" must be like the model's weights."""
     if not isinstance(result, Mapping) or not all(isinstance(v, Tensor) for v in result.values()):

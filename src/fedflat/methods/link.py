@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from fedflat.errors import RecipeError
-from fedflat.local import LocalRule, Vectors
-from fedflat.methods import contract
+from fedflat.local import LocalRule, Outcome, Vectors
 from fedflat.methods.part import Part, ServerView, Wrapper
-from fedflat.methods.uploads import Hidden, Sums, Uploads
+from fedflat.methods.uploads import Hidden, Sums, Upload, Uploads
 
 
 class Drawer(dict[str, str]):
@@ -58,11 +58,13 @@ class Drawer(dict[str, str]):
 class Link:
     """A part with its name mappings; `inner` is the link of the part that it wraps.
 
+    `stream` numbers the second and further parts of one class, so that they do not repeat the draws of the first.
     `guard` names the part of the method that protects the average of the uploads from this one.
     """
 
     part: Part
     inner: Link | None = None
+    stream: str = ""
     state: Drawer = field(default_factory=Drawer)
     memory: Drawer = field(default_factory=Drawer)
     sent: Drawer = field(default_factory=Drawer)
@@ -82,7 +84,7 @@ class Link:
 
     def view(self, server: ServerView) -> ServerView:
         """Return the server with only this part's state."""
-        return replace(server, vectors=self.state.open(server.vectors))
+        return replace(server, vectors=self.state.open(server.vectors), stream=self.stream)
 
     def received(self, sent: Vectors) -> Vectors:
         """Return what the client received for this part, and the weights."""
@@ -95,22 +97,24 @@ class Link:
         own = uploads.named(self.uploads)
         return own if self.part.sees == "each" else Sums(own)
 
-    def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
-        """Return the move with this part's changes, and the part's new state by the names in the chain."""
-        view = self.view(server)
-        result = self.part.merge(move, view, self.seen(uploads))
-        try:  # the example has shown one round only
-            move, state = contract.merged(result, server.weights, view.vectors)
-        except RecipeError as error:
-            raise RecipeError(f"method: {self.name} in round {server.round}: {error}") from None
-        return move, self.state.close(state)
-
     def plan(self, rule: LocalRule, sent: Vectors, memory: Mapping[str, Tensor]) -> LocalRule:
         """Return the rule with this part's ingredients."""
-        received, kept = self.received(sent), self.memory.open(memory)
+        received, kept, given = self.received(sent), self.memory.open(memory), self.drawing(rule)
         if self.inner and isinstance(self.part, Wrapper):
-            return self.part.wrap(rule, self.inner.plan(rule.blank(), sent, memory), received, kept)
-        return self.part.plan(rule, received, kept)
+            made = self.part.wrap(given, self.inner.plan(rule.blank(), sent, memory), received, kept)
+        else:
+            made = self.part.plan(given, received, kept)
+        # In a later round `made` may be of a wrong type, which the chain reports.
+        return replace(made, stream=rule.stream) if self.stream and isinstance(made, LocalRule) else made
+
+    def drawing(self, rule: LocalRule) -> LocalRule:
+        """Return the rule whose generators are this part's own."""
+        return replace(rule, stream=self.stream) if self.stream else rule
+
+    def report(self, upload: Upload, sent: Vectors, kept: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
+        """Return the upload with this part's changes, and the new values of what it keeps on the client."""
+        own = replace(outcome, rule=self.drawing(outcome.rule)) if self.stream else outcome
+        return self.part.report(upload, self.received(sent), kept, own)
 
 
 def reporting(links: Iterable[Link]) -> list[Link]:
@@ -120,8 +124,12 @@ def reporting(links: Iterable[Link]) -> list[Link]:
 
 def links_of(parts: Iterable[Part]) -> list[Link]:
     """Return the parts as links with empty name mappings."""
-    return [_linked(part) for part in parts]
+    seen: Counter[type[Part]] = Counter()
 
+    def linked(part: Part) -> Link:
+        inner = linked(part.part) if isinstance(part, Wrapper) else None
+        seen[type(part)] += 1
+        number = seen[type(part)]
+        return Link(part, inner, f".{number}" if number > 1 else "")
 
-def _linked(part: Part) -> Link:
-    return Link(part, _linked(part.part) if isinstance(part, Wrapper) else None)
+    return [linked(part) for part in parts]

@@ -28,7 +28,7 @@ class ServerView:
 
     `start` are the weights from which the clients start: wᵗ, unless a part changes them. `lr` is η_g, and `cohort` is
     the number of clients that the recipe expects in a round. `layout` finds the model's tensors in a vector of size d.
-    Random draws depend on the seed and the round.
+    Random draws depend on the seed and the round; `stream` separates two parts of one class.
     """
 
     weights: Tensor
@@ -40,13 +40,14 @@ class ServerView:
     seed: int = 0
     cohort: float = 1.0
     layout: Layout = field(default_factory=lambda: Layout({}))
+    stream: str = ""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.vectors[name]
 
     def generator(self, purpose: str) -> Generator:
         """Return a new generator for a part's draws on the server, seeded by seed, purpose and round."""
-        return generator(self.seed, f"part/{purpose}", self.round)
+        return generator(self.seed, f"part/{purpose}{self.stream}", self.round)
 
     def arrival(self, move: Tensor) -> Tensor:
         """Return w + η_g · move: the new weights if no further part changes the move."""

@@ -70,8 +70,7 @@ class SparingAscent(Part):
             return rule
         if self.every == 1 and self.fraction == 1:
             return Ascent(self.rho).plan(rule, sent, memory)
-        kept = {"sharp": torch.zeros_like(sent["weights"])} if self.every > 1 else {}
-        return rule.with_ascent(self, step=torch.zeros(1), **kept)
+        return rule.with_ascent(self, step=torch.zeros(1))
 
     def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]:
         k, carry = int(carry["step"]), {**carry, "step": carry["step"] + 1}

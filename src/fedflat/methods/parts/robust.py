@@ -131,8 +131,8 @@ class Krum(RobustAverage):
 
     def locate(self, rows: Sequence[Tensor], server: ServerView, name: str = "") -> Tensor:
         count = len(rows)
-        bad = max(min(math.ceil(self.liars * count - 1e-9), (count - 3) // 2), 0)
-        nearest = _squares(rows).sort(dim=1).values[:, 1 : max(count - bad - 2, 1) + 1]  # the first is itself
+        bad = min(math.ceil(self.liars * count - 1e-9), (count - 3) // 2)
+        nearest = _squares(rows).sort(dim=1).values[:, 1 : count - bad - 1]  # the first is itself
         order = nearest.sum(dim=1).argsort(stable=True).tolist()
         chosen = [rows[i] for i in sorted(order[: count - bad if self.several else 1])]
         return _weighted(chosen, [1 / len(chosen)] * len(chosen))

@@ -224,13 +224,12 @@ class WeightAveraging(Part):
         return {"swa": weights.clone()}
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
-        done, new = server.round + 1, server.arrival(move)
-        if done <= self.start:
+        since, new = server.round + 1 - self.start, server.arrival(move)
+        if since <= 0:
             return move, {"swa": new}
-        if (done - self.start) % self.every:
+        if since % self.every:
             return move, {}
-        k = (done - self.start) // self.every - 1
-        return move, {"swa": server["swa"] + (new - server["swa"]) / (k + 1)}
+        return move, {"swa": server["swa"] + (new - server["swa"]) / (since // self.every)}
 
     def evaluated(self, server: ServerView) -> Tensor | None:
         return server["swa"] if server.round else None

@@ -1,0 +1,48 @@
+"""A part whose radius or weight is 0 asks for nothing: no second gradient, no memory, no other start."""
+
+import pytest
+import torch
+
+from fedflat.methods.example import example_rule
+from fedflat.methods.link import links_of
+from fedflat.methods.parts import (
+    AdaptiveAscent,
+    Ascent,
+    ClientMomentum,
+    ConsensusAscent,
+    LookbackAscent,
+    PrintedConsensus,
+    ProximalAscent,
+    RelaxedStart,
+    SparingAscent,
+    TopK,
+)
+
+WEIGHTS = torch.linspace(-1, 1, 43)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [Ascent(0), SparingAscent(0), AdaptiveAscent(0), LookbackAscent(0), ClientMomentum(1), ProximalAscent(rho=0)],
+    ids=repr,
+)
+def test_the_rule_stays_as_it_is(part):
+    link, rule = links_of([part])[0], example_rule()
+    assert link.plan(rule, {"weights": WEIGHTS}, part.first_memory(WEIGHTS)) is rule
+
+
+@pytest.mark.parametrize("part", [ConsensusAscent(0), PrintedConsensus(0)], ids=repr)
+def test_without_a_radius_the_ascent_of_another_part_stays(part):
+    sent, memory = {"weights": WEIGHTS, "perturbation": 0 * WEIGHTS}, part.first_memory(WEIGHTS)
+    other = Ascent(0.5)
+    assert part.plan(example_rule().with_ascent(other), sent, memory).ascent is other
+    assert part.plan(example_rule(), sent, memory).ascent is None
+
+
+def test_without_beta_a_client_starts_where_the_server_is():
+    assert RelaxedStart(0).begin({"weights": WEIGHTS}, {"last": 2 * WEIGHTS}) is None
+
+
+def test_without_feedback_a_client_keeps_nothing():
+    assert TopK(0.1).first_memory(WEIGHTS) == {}
+    assert [*TopK(0.1, feedback=True).first_memory(WEIGHTS)] == ["residual"]
