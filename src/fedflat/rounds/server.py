@@ -119,7 +119,7 @@ def conduct(
         due = round == server.rounds or bool(watch.every and round % watch.every == 0)
         report = replace(report, measures=measured(engine, state, merged, uploads, sent["weights"], watch, due))
     engine.remember(uploads)
-    vectors = {**merged.vectors, **next_medians(problem, state.vectors, scales, uploads)}
+    vectors = {**merged.vectors, **next_medians(problem, state.vectors, uploads, scales)}
     return replace(merged, round=state.round + 1, vectors=vectors), report
 
 
