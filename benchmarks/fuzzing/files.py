@@ -71,7 +71,7 @@ def spoilt_toml(chance: Random, text: str) -> bytes:
 class RecipeFile(File):
     """A recipe: its fields, and the grammar of its method."""
 
-    share, name = 0.1, "recipe.toml"
+    share, name = 0.06, "recipe.toml"
     texts: ClassVar = [load(name).to_toml() for name in ("default", "smoo", "sol", "man")]
 
     def spoilt(self, chance: Random) -> bytes:

@@ -243,7 +243,7 @@ class Answered(Wire):
 class FromServer(Wire):
     """A message from the server to a client, which answers it or refuses by its policy."""
 
-    share = 0.01
+    share = 0.03
     kind = "train"
 
     def case(self, chance: Random) -> str:
@@ -271,7 +271,7 @@ class FromServer(Wire):
 class Question(FromServer):
     """A question of the server's about a client's curvature."""
 
-    share = 0.01
+    share = 0.03
     about: About = "hessian"
 
     def case(self, chance: Random) -> str:
@@ -286,7 +286,7 @@ class Question(FromServer):
 class Asked(FromServer):
     """The server asks a node who it is."""
 
-    share = 0.02
+    share = 0.03
     kind = "query"
 
     def check(self, found: Federation, client: int, content: RecordDict) -> None:
