@@ -238,8 +238,8 @@ def counted_samples(sizes: Mapping[int, int], limits: Admission) -> dict[int, in
     >>> counted_samples({0: 100, 1: 10**9, 2: 120}, Admission(max_share=10.0))
     {0: 100, 1: 1200, 2: 120}
     """
-    most = limits.max_share * median(sizes.values()) if limits.max_share and sizes else math.inf
-    return {client: n if n <= most else max(int(most), 1) for client, n in sizes.items()}
+    most = math.ceil(limits.max_share * median(sizes.values())) if limits.max_share and sizes else math.inf
+    return {client: min(n, most) for client, n in sizes.items()}  # type: ignore[type-var]
 
 
 def known_samples(federation: Federation, client: int) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import torch
@@ -49,12 +49,12 @@ def running_medians(problem: Problem, state: Vectors) -> dict[str, float]:
     return {name: median(norms) for name, norms in windows.items() if norms}
 
 
-def next_medians(problem: Problem, state: Vectors, uploads: Sequence[Upload]) -> Vectors:
-    """Return the windows of medians after one more round.
+def next_medians(problem: Problem, state: Vectors, uploads: Sequence[Upload], scales: Mapping[str, float]) -> Vectors:
+    """Return the windows of medians after one more round; `scales` are the running medians before it.
 
     The running median falls slowly: as training converges, most honest updates become short before all of them do.
     """
-    found, scales = {}, running_medians(problem, state)
+    found: Vectors = {}
     for name, middle in (middle_norms(problem, uploads) if uploads else {}).items():
         if math.isfinite(middle):  # a norm may overflow even if no entry does
             window = state[_key(name)]

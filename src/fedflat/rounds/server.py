@@ -96,9 +96,8 @@ def conduct(
         sent["buffers"] = state.buffers
     broadcast = Broadcast(state.round, local.lr * local.lr_decay**state.round, sent)
     single = bool(SINGLE & {*watch.measures}) or not problem.method.only_averages
-    uploads, gate = _heard(
-        problem, server, engine, broadcast, cohort, limits, single, running_medians(problem, state.vectors)
-    )
+    scales = running_medians(problem, state.vectors)
+    uploads, gate = _heard(problem, server, engine, broadcast, cohort, limits, single, scales)
     report = RoundReport(
         cohort=sorted(_same(upload.client) for upload in uploads),
         local_loss=sum(w * u.loss for w, u in zip(uploads.weights, uploads, strict=True)) if uploads else math.nan,
@@ -120,7 +119,7 @@ def conduct(
         due = round == server.rounds or bool(watch.every and round % watch.every == 0)
         report = replace(report, measures=measured(engine, state, merged, uploads, sent["weights"], watch, due))
     engine.remember(uploads)
-    vectors = {**merged.vectors, **next_medians(problem, state.vectors, uploads)}
+    vectors = {**merged.vectors, **next_medians(problem, state.vectors, uploads, scales)}
     return replace(merged, round=state.round + 1, vectors=vectors), report
 
 
