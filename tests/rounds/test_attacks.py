@@ -213,8 +213,10 @@ def test_the_samples_of_a_hello_have_a_range_and_count_up_to_a_multiple_of_the_m
     assert counted_samples({0: 10, 1: 12, 2: 10**9}, Admission(max_share=5.0)) == {0: 10, 1: 12, 2: 60}
     assert counted_samples({0: 10, 1: 12, 2: 10**9}, Admission(max_share=0.0))[2] == 10**9
     assert counted_samples({}, Admission()) == {}
-    near = {0: 361, 1: 361, 2: 360, 3: 360}
-    assert counted_samples(near, Admission()) == near, "half a sample below the median of two is no lie"
+    for near in ({0: 361, 1: 361, 2: 360, 3: 360}, {0: 3, 1: 2, 2: 2}, {0: 1009, 1: 1000, 2: 990}):
+        assert counted_samples(near, Admission()) == near, "equal parts of a data set differ by a sample or two"
+    assert counted_samples({0: 1000, 1: 1000, 2: 1011}, Admission())[2] == 1000
+    assert counted_samples({0: 5, 1: 10**9}, Admission(max_share=1e-9)) == {0: 1, 1: 1}
 
 
 def test_a_claim_of_a_billion_samples_in_its_hello_does_not_own_the_average(monkeypatch):
@@ -416,13 +418,19 @@ def test_the_running_median_falls_slowly(trusted):
     assert report.refused == []
 
 
-def test_who_has_more_steps_than_the_mean_client_may_go_further_if_its_samples_count():
+def test_who_has_more_steps_than_the_mean_client_may_go_further():
     task = problem("fedavg")
-    uploads = [*(long(task, i, 1.0) for i in range(3)), long(task, 3, 5.6), long(task, 4, 5.7)]
-    _, report = after(task, uploads, limits=Admission(max_share=0.0))
+    _, report = after(task, [*(long(task, i, 1.0) for i in range(3)), long(task, 3, 5.6), long(task, 4, 5.7)])
     assert refusals(report) == [(4, "norm")], "six steps where a mean client has five allow 6; five allow 5"
-    _, report = after(task, uploads)
-    assert refusals(report) == [(3, "norm"), (4, "norm")], "samples that are only claimed count up to the median"
+
+
+def test_but_not_by_the_steps_of_samples_that_do_not_count(monkeypatch):
+    """Twenty steps where a mean client has five allow 20 if all samples count, and 5 if they count up to the median."""
+    monkeypatch.setattr(Claimed, "hello", {0: 3, 1: 4, 2: 5, 3: 20, 4: 5})
+    task = problem("fedavg", kind=Claimed)
+    uploads = [long(task, i, 1.0) for i in (0, 1, 2, 4)] + [replace(long(task, 3, 8.0), samples=20, steps=20)]
+    assert refusals(after(task, uploads, limits=Admission(max_share=0.0))[1]) == []
+    assert refusals(after(task, uploads)[1]) == [(3, "norm")]
 
 
 def test_a_vector_beside_an_honest_update_has_its_own_running_median():
