@@ -59,7 +59,7 @@ class GzipFile(IdxFile):
 class MatFile(File):
     """SVHN's MATLAB file."""
 
-    share, name = 0.05, "train_32x32.mat"
+    share, name = 0.06, "train_32x32.mat"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -85,7 +85,7 @@ class MatFile(File):
 class TarFile(File):
     """CIFAR's archive."""
 
-    share, name = 0.04, "cifar.tar.gz"
+    share, name = 0.05, "cifar.tar.gz"
     counts: ClassVar = {"data_batch_1.bin": 2, "test_batch.bin": 1}
 
     def archive(self) -> bytes:
@@ -111,7 +111,7 @@ class TarFile(File):
 class ZipFile(File):
     """CINIC-10 as a zip of images."""
 
-    share, name = 0.04, "cinic.zip"
+    share, name = 0.05, "cinic.zip"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -81,7 +81,7 @@ class RecipeFile(File):
 class SweepFile(File):
     """A sweep of recipes."""
 
-    share, name = 0.05, "sweep.toml"
+    share, name = 0.06, "sweep.toml"
     text = """
 preset = "sol"
 [local]
@@ -123,7 +123,7 @@ class ResultsFile(File):
 class PolicyFile(File):
     """A client's policy."""
 
-    share, name = 0.05, "policy.toml"
+    share, name = 0.06, "policy.toml"
     text = """
 recipe = "sha256:00"
 code = ["a.b:C"]
@@ -244,7 +244,7 @@ class SplitFile(File):
 class TrajectoryFile(File):
     """A recorded trajectory."""
 
-    share, name = 0.03, "trajectory.npz"
+    share, name = 0.05, "trajectory.npz"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -13,7 +13,7 @@ from fuzzing.targets import Target
 class RunFile(File):
     """A file of a run's directory, read by those who read it."""
 
-    share, name = 0.05, "run"
+    share, name = 0.02, "run"
     files: tuple[str, ...] = ()
 
     def __init__(self, folder: Path) -> None:
@@ -60,7 +60,7 @@ def spoilt_tensors(chance: Random, content: bytes) -> bytes:
 class CheckpointFile(RunFile):
     """A checkpoint: its manifest, forged or damaged, and its tensors."""
 
-    share = 0.05
+    share = 0.02
 
     def __init__(self, folder: Path) -> None:
         self.files = ("checkpoints/00000002.json", "checkpoints/00000002.server.safetensors",
@@ -79,13 +79,13 @@ class CheckpointFile(RunFile):
 class MetricsFile(RunFile):
     """The records of a run's rounds."""
 
-    share, files = 0.05, ("metrics.jsonl",)
+    share, files = 0.02, ("metrics.jsonl",)
 
 
 class ModelFile(RunFile):
     """A run's model, summary and recipe."""
 
-    share, files = 0.05, ("model.safetensors", "summary.json", "recipe.toml")
+    share, files = 0.02, ("model.safetensors", "summary.json", "recipe.toml")
 
     def of(self, chance: Random, name: str, content: bytes) -> bytes:
         spoilt = super().of(chance, name, content)

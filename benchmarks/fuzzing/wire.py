@@ -201,7 +201,7 @@ def spoilt_replies(chance: Random, message: Message, content: RecordDict) -> lis
 class Hello(Wire):
     """A node says who it is and how many samples it has."""
 
-    share = 0.06
+    share = 0.04
 
     def case(self, chance: Random) -> str:
         found = self.drawn(chance)
@@ -220,7 +220,7 @@ class Hello(Wire):
 class Uploaded(Wire):
     """A client's upload: facts, notes and vectors."""
 
-    share = 0.06
+    share = 0.03
 
     def case(self, chance: Random) -> str:
         found = self.drawn(chance)
