@@ -1,6 +1,6 @@
 """Attacks × defences × methods on the digits: what each robust average stands, and what it costs without an attack.
 
-    python benchmarks/attacks.py [--rounds 16]
+    python benchmarks/attacks.py [--rounds 16] [--method fedavg …] [--defence default …] [--attack hello …] [--share 1]
 
 Twenty clients of the digits, split by Dirichlet(0.5), ten of them a round. Four of the twenty lie, so that two of a
 cohort do on average. "With absentees" a third of each cohort does not reply. A liar does its honest local round first
@@ -104,8 +104,10 @@ def poisoned(federation: Federation) -> Federation:
     return replace(federation, dataset=dataset)
 
 
-def accuracy(federation: Federation, method: str, defence: str, attack: str, absent: bool, rounds: int) -> float:
-    """The accuracy after the rounds."""
+def accuracy(
+    federation: Federation, method: str, defence: str, attack: str, absent: bool, rounds: int, share: float | None
+) -> float:
+    """The accuracy after the rounds; `share` replaces `admission.max_share`."""
     written = f"{method} + {DEFENCES[defence]}".removesuffix(" + ")
     data = poisoned(federation) if attack == "label" else federation
     if attack == "hello":
@@ -114,6 +116,7 @@ def accuracy(federation: Federation, method: str, defence: str, attack: str, abs
     local = Local(steps=5, batch=0, lr=0.3)
     problem = Problem.of(data, Network(module), parse(written), local, group=COHORT, deployed=defence != "nothing")
     limits = Admission(outlier=0.0) if defence == "nothing" else Admission()
+    limits = limits if share is None else limits.model_copy(update={"max_share": share})
     server = Server(rounds=rounds, cohort=COHORT, average="samples")
     state = first_state(problem)
     with closing(Attacked(problem, attack, absent)) as engine:
@@ -138,26 +141,34 @@ def milliseconds(defence: str, size: int = 1_000_000) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="attacks × defences × methods on the digits")
     parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--method", choices=METHODS)
-    rounds, only = parser.parse_args().rounds, parser.parse_args().method
+    parser.add_argument("--method", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--defence", nargs="+", choices=DEFENCES, default=[*DEFENCES])
+    parser.add_argument("--attack", nargs="+", choices=ATTACKS, default=ATTACKS)
+    parser.add_argument("--share", type=float, help="admission.max_share in place of its default")
+    parser.add_argument("--exponent", type=float, help="clients' sizes by a power law instead of Dirichlet(0.5)")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     federation = federate("digits", clients=CLIENTS, alpha=0.5)
-    for method in [only] if only else METHODS:
+    if options.exponent:
+        federation = federate("digits", "sizes", clients=CLIENTS, exponent=options.exponent)
+    for method in options.method:
         print(f"\n{method}: accuracy in per cent, without / with absentees\n")
-        print(f"| defence | {' | '.join(ATTACKS)} |\n|---|{'---|' * len(ATTACKS)}")
-        for defence in DEFENCES:
-            cells = [
-                " / ".join(
-                    f"{100 * accuracy(federation, method, defence, attack, absent, rounds):.0f}"
-                    for absent in (False, True)
-                )
-                for attack in ATTACKS
-            ]
+        print(f"| defence | {' | '.join(options.attack)} |\n|---|{'---|' * len(options.attack)}")
+        for defence in options.defence:
+            cells = [_cell(federation, method, defence, attack, options) for attack in options.attack]
             print(f"| {defence} | {' | '.join(cells)} |", flush=True)
-    if not only:
+    if len(options.method) == len(METHODS):
         print("\n| defence | ms for ten vectors of 10⁶ |\n|---|---|")
-        for defence in DEFENCES:
+        for defence in options.defence:
             print(f"| {defence} | {milliseconds(defence):.0f} |", flush=True)
+
+
+def _cell(federation: Federation, method: str, defence: str, attack: str, options: argparse.Namespace) -> str:
+    """The accuracies without and with absentees, in per cent."""
+    both = (
+        accuracy(federation, method, defence, attack, absent, options.rounds, options.share) for absent in (False, True)
+    )
+    return " / ".join(f"{100 * each:.0f}" for each in both)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One recipe in the simulator, on Ray and over Flower: the same bits everywhere, also when parts of it are killed.
 
-    python benchmarks/deployment.py [--only matrix simulation failures node start]
+    python benchmarks/deployment.py [--only matrix simulation failures node start] [--method …] [--killed …]
 
 Real processes on this machine: a SuperLink and three SuperNodes, with TLS and registered keys. Needs fedflat[dev],
 Linux and about 15 minutes. Prints Markdown tables; exits 1 if a digest differs or a run does not end.
@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +36,28 @@ METHODS = ("fedavg", "scaffold", "fedsmoo", "fedsol", "feddyn+man(0.1)")
 ROUNDS, CLIENTS = 3, 3
 COMMON = [f"split.clients={CLIENTS}", f"server.cohort={CLIENTS}", f"server.rounds={ROUNDS}", "engine.group=1",
           "deployment.draws=recipe"]  # fmt: skip
+PARTS = ("matrix", "simulation", "failures", "node", "start")
+KILLED = ("ServerApp", "SuperLink", "SuperExec")
 PATIENCE = 600.0  # seconds after which a run counts as hanging
 AGAIN = "flwr run again"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--method", nargs="+", choices=METHODS, default=METHODS, help="of the matrix")
+    parser.add_argument("--killed", nargs="+", choices=KILLED, default=KILLED, help="of the failures")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all processes of a deployment end with this one
     parts: dict[str, Callable[[Path], bool]] = {
-        "matrix": matrix,
+        "matrix": partial(matrix, options.method),
         "simulation": simulation,
-        "failures": failures,
+        "failures": partial(failures, options.killed),
         "node": node_killed,
         "start": start,
     }
-    parser.add_argument("--only", nargs="+", choices=parts, default=[*parts])
     good = True
-    for name in parser.parse_args().only:
+    for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
             good &= parts[name](Path(folder))
     return 0 if good else 1
@@ -88,11 +95,11 @@ def finished(out: Path) -> float:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def matrix(folder: Path) -> bool:
-    """Five methods, five ways."""
+def matrix(methods: Sequence[str], folder: Path) -> bool:
+    """Every method, five ways."""
     found: dict[str, dict[str, str]] = {}
     with connected(folder) as site:
-        for method in METHODS:
+        for method in methods:
             outs = {way: folder / f"{method}-{way}" for way in ("inline", "pool", "ray", "in-process", "deployment")}
             row = {engine: simulated(method, outs[engine], engine) for engine in ("inline", "pool", "ray")}
             serve(InProcess(client_app(recipe(method)), CLIENTS), recipe(method), outs["in-process"])
@@ -101,7 +108,7 @@ def matrix(folder: Path) -> bool:
             finished(outs["deployment"])
             found[method] = row | {way: digest(outs[way]) for way in ("in-process", "deployment")}
             found[method]["seconds a round"] = " ".join(f"{s:.1f}" for s in seconds(outs["deployment"]))
-    columns = [*found[METHODS[0]]]
+    columns = [*found[methods[0]]]
     print(f"| method | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
     for method, row in found.items():
         print(f"| {method} | {' | '.join(row.values())} |")
@@ -155,12 +162,12 @@ def submitted(site: Loopback, out: Path, resources: str) -> bool:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def failures(folder: Path) -> bool:
+def failures(names: Sequence[str], folder: Path) -> bool:
     expected = simulated("scaffold", folder / "inline")
     print("| killed in round 2 | then | seconds to the end | finished rounds lost | model |\n|---|---|---|---|---|")
-    cases = {"ServerApp": server_killed, "SuperLink": link_killed, "SuperLink, own SuperExec": link_restarted}
+    cases = dict(zip(KILLED, (server_killed, link_killed, link_restarted), strict=True))
     good = True
-    for number, (name, case) in enumerate(cases.items()):
+    for number, (name, case) in enumerate((name, cases[name]) for name in names):
         place = folder / str(number)
         place.mkdir()
         then, spent, gone = case(place)

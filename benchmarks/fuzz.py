@@ -3,8 +3,9 @@
     python benchmarks/fuzz.py [--cases 100000] [--target upload recipe …] [--seed 0] [--minutes 60]
     python benchmarks/fuzz.py --target upload --case 123        # one case again, with its traceback
 
-A case follows from its target, the seed and its number. Real client and server code reads it, within ten seconds and
-3 GB of address space. Prints a Markdown table of the outcomes of each target; exits 1 if the invariant was broken.
+A case follows from its target, the seed and its number. Real client and server code reads it, within ten seconds of CPU
+and 3 GB of address space. Prints a Markdown table of each target's outcomes and CPU time; exits 1 if the
+invariant was broken.
 """
 
 import argparse
@@ -34,15 +35,16 @@ def main() -> int:
     faulthandler.enable()  # a case that ends the process by a signal is a crash too
     total, end = sum(TARGETS[name].share for name in options.target), time.monotonic() + 60 * options.minutes
     faults, done = 0, 0
-    print("| target | cases | outcomes |\n|---|---|---|", flush=True)
+    print("| target | cases | seconds of CPU | outcomes |\n|---|---|---|---|", flush=True)
     for name in options.target:
         count = round(options.cases * TARGETS[name].share / total)
         cases = range(count) if options.case is None else [options.case]
+        begun = time.process_time()
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             outcomes, broken = _run(name, Path(folder), options.seed, cases, end)
         faults, done = faults + broken, done + outcomes.total()
         told = ", ".join(f"{outcome} {n:,}" for outcome, n in outcomes.most_common())
-        print(f"| {name} | {outcomes.total():,} | {told} |", flush=True)
+        print(f"| {name} | {outcomes.total():,} | {time.process_time() - begun:.0f} | {told} |", flush=True)
     print(f"\n{done:,} cases, seed {options.seed}: {faults} broke the invariant")
     return 1 if faults else 0
 

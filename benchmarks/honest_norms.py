@@ -7,9 +7,11 @@ Methods of the catalogue on several data sets and splits, with admission's limit
     rᵢ = ‖Δᵢ‖ / (running median · max(1, Kᵢ/K̄)),
 
 as admission computes it: a deployment refuses an upload if rᵢ is above `deployment.outlier`, and for a vector beside Δ
-(control variates, duals, momenta), with its own running median, above its square. Prints a Markdown table of the
-largest rᵢ, the round and client it is from, and how many uploads are above 3, 5, 10 and 25. Runs whose norms grow a
-thousandfold diverge: their rows say so, and they are not in the sum at the end.
+(control variates, duals, momenta), with its own running median, above its square. By default the steps Kᵢ of a client
+with more samples than the median are those of the median (`admission.max_share`); where counts are trusted they are its
+own. Prints a Markdown table of the largest rᵢ, the round and client it is from, and how many uploads are above 3, 5, 10
+and 25; then the largest and those above 5 if counts are trusted. Runs whose norms grow a thousandfold diverge: their
+rows say so, and they are not in the sum at the end.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ import torch
 from fedflat.engine import Inline
 from fedflat.errors import FedflatError
 from fedflat.methods import CATALOGUE, Upload
-from fedflat.recipe import load
-from fedflat.rounds import Broadcast, Problem, Refusal, conduct, draw_cohort, first_state
+from fedflat.recipe import Admission, load
+from fedflat.rounds import Broadcast, Problem, Refusal, conduct, counted_samples, draw_cohort, first_state
 from fedflat.rounds.client import local_rule
 from fedflat.rounds.medians import FALL, WINDOW
 from fedflat.runs.build import prepare
@@ -57,11 +59,15 @@ SETTINGS: dict[str, tuple[str | None, list[str]]] = {
 
 
 class Norms(NamedTuple):
-    """The norms of one upload, by the names of its vectors, and its steps in units of the mean client's."""
+    """The norms of one upload, by the names of its vectors, and its steps in units of the mean client's.
+
+    `counted` are its steps as admission counts them if samples are only claimed.
+    """
 
     round: int
     client: int
     steps: float
+    counted: float
     norms: dict[str, float]
 
 
@@ -71,13 +77,17 @@ class Noting(Inline):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.problem, self.noted = problem, list[Norms]()
+        sizes = {client: problem.federation.samples(client) for client in range(problem.federation.clients)}
+        self.most = max(counted_samples(sizes, Admission()).values())
 
     def local_rounds(self, broadcast: Broadcast, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
         mean = local_rule(self.problem, broadcast, -1, 1).typical_steps
         for each in super().local_rounds(broadcast, cohort):
             if isinstance(each, Upload):
                 beside = {name: norm for name, norm in each.norms.items() if name not in self.problem.method.figures}
-                self.noted.append(Norms(broadcast.round, each.client, each.steps / mean, {"Δ": each.norm, **beside}))
+                steps, counted = each.steps / mean, min(1.0, self.most / each.samples)
+                named = {"Δ": each.norm, **beside}
+                self.noted.append(Norms(broadcast.round, each.client, steps, steps * counted, named))
             yield each
 
 
@@ -102,7 +112,7 @@ def cohorts(noted: Sequence[Norms]) -> list[list[Norms]]:
     return [cohort for _, cohort in sorted(by_round.items())]
 
 
-def ratios(noted: Sequence[Norms], name: str) -> Iterator[tuple[float, Norms]]:
+def ratios(noted: Sequence[Norms], name: str, trusted: bool) -> Iterator[tuple[float, Norms]]:
     """rᵢ of every upload that a deployment's admission compares."""
     window = deque[float](maxlen=WINDOW)
     for cohort in cohorts(noted):
@@ -111,7 +121,9 @@ def ratios(noted: Sequence[Norms], name: str) -> Iterator[tuple[float, Norms]]:
             scale = statistics.median(window)
         running, scale = scale, max(scale, here if len(cohort) > 2 else 0.0)
         if scale > 0:
-            yield from ((each.norms[name] / (scale * max(1.0, each.steps)), each) for each in cohort)
+            for each in cohort:
+                steps = each.steps if trusted else each.counted
+                yield each.norms[name] / (scale * max(1.0, steps)), each
         if math.isfinite(here) and here > 0:
             window.append(max(here, FALL * running))
 
@@ -128,9 +140,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=0, help="in place of the setting's own")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"| setting | method | vector | uploads | largest | round, client | {' | '.join(f'> {a}' for a in ABOVE)} |")
-    print(f"|{'---|' * (6 + len(ABOVE))}", flush=True)
-    every: dict[bool, list[float]] = {True: [], False: []}
+    above = " | ".join(f"> {limit}" for limit in ABOVE)
+    print(f"| setting | method | vector | uploads | largest | round, client | {above} | trusted: largest | > 5 |")
+    print(f"|{'---|' * (8 + len(ABOVE))}", flush=True)
+    every = defaultdict[tuple[str, bool], list[float]](list)
     for setting in options.setting:
         for method in options.method or [*CATALOGUE]:
             try:
@@ -139,17 +152,28 @@ def main() -> int:
                 print(f"{setting}, {method}: {error}", file=sys.stderr, flush=True)
                 continue
             for name in noted[0].norms:
-                found = [pair for pair in ratios(noted, name) if math.isfinite(pair[0])]
-                most, at = max(found, key=lambda pair: pair[0], default=(math.nan, noted[0]))
-                above = " | ".join(str(sum(ratio > limit for ratio, _ in found)) for limit in ABOVE)
-                place = "diverges" if diverged(noted) else f"{at.round + 1}, {at.client}"
-                print(f"| {setting} | {method} | {name} | {len(found)} | {most:.2f} | {place} | {above} |", flush=True)
-                every[name == "Δ"] += [] if diverged(noted) else [ratio for ratio, _ in found]
-    for updates, found in every.items():
+                _row(f"| {setting} | {method} | {name} |", noted, name, every)
+    for (kind, trusted), found in every.items():
         counts = ", ".join(f"{sum(ratio > limit for ratio in found)} above {limit}" for limit in ABOVE)
-        kind = "Δ" if updates else "vectors beside Δ"
-        print(f"\n{kind}: {len(found):,}, largest {max(found, default=math.nan):.2f}, {counts}")
+        how = "trusted" if trusted else "claimed"
+        print(f"\n{kind}, samples {how}: {len(found):,}, largest {max(found, default=math.nan):.2f}, {counts}")
     return 0
+
+
+def _row(head: str, noted: Sequence[Norms], name: str, every: dict[tuple[str, bool], list[float]]) -> None:
+    """Print a row of the table, and add its ratios to those of all rows."""
+    claimed, trusted = (
+        [pair for pair in ratios(noted, name, known) if math.isfinite(pair[0])] for known in (False, True)
+    )
+    most, at = max(claimed, key=lambda pair: pair[0], default=(math.nan, noted[0]))
+    above = " | ".join(str(sum(ratio > limit for ratio, _ in claimed)) for limit in ABOVE)
+    place = "diverges" if diverged(noted) else f"{at.round + 1}, {at.client}"
+    known = f"{max((ratio for ratio, _ in trusted), default=math.nan):.2f} | {sum(ratio > 5 for ratio, _ in trusted)}"
+    print(f"{head} {len(claimed)} | {most:.2f} | {place} | {above} | {known} |", flush=True)
+    if not diverged(noted):
+        kind = "Δ" if name == "Δ" else "vectors beside Δ"
+        every[kind, False] += [ratio for ratio, _ in claimed]
+        every[kind, True] += [ratio for ratio, _ in trusted]
 
 
 if __name__ == "__main__":

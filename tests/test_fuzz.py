@@ -130,6 +130,35 @@ def test_a_record_without_a_number_that_is_summed_is_none(field, value):
     assert read_record(record.encode()) and read_record(record.replace("7.25", value).encode()) is None
 
 
+@pytest.mark.parametrize(
+    "forged",
+    [{"accuracy_last": "high"}, {"accuracy_best": [1], "accuracy_best_round": 1}, {"versions": 5}, {"rounds": "3"},
+     {"versions": {"torch": None}}, {"accuracy_mean_of_last_10": {}}, {"refused": [1]}],
+)  # fmt: skip
+def test_a_summary_whose_fields_are_of_another_kind_is_damaged_in_a_sentence(forged, tmp_path):
+    """`fedflat export` quotes the summary in its card."""
+    from fedflat.errors import RunError
+    from fedflat.runs.record import read_summary
+
+    sound = {"rounds": 3, "method": "fedavg", "seed": 2**70, "accuracy_last": 0.5, "accuracy_best": None,
+             "model_sha256": "0" * 64, "versions": {"torch": "2"}, "refused": {"norm": 2}, "stopped": True}  # fmt: skip
+    (tmp_path / "summary.json").write_text(json.dumps(sound))
+    assert read_summary(tmp_path) == sound
+    for text in (json.dumps(sound | forged), "[" * 100_000, "[]", json.dumps({"rounds": 3})):
+        (tmp_path / "summary.json").write_text(text)
+        with pytest.raises(RunError, match=r"summary.json: is damaged"):
+            read_summary(tmp_path)
+
+
+def test_results_nested_a_thousand_times_are_a_sentence(tmp_path):
+    from fedflat.errors import RunError
+    from fedflat.runs import read_rows
+
+    (tmp_path / "results.jsonl").write_text("[" * 100_000)
+    with pytest.raises(RunError, match="a line is not a valid result"):
+        read_rows(tmp_path)
+
+
 def test_a_curve_that_is_not_finite_is_drawn():
     from fedflat.report.watch import sparkline
 

@@ -1,11 +1,7 @@
-"""Files of every format that fedflat reads, spoilt as trees, arrays or bytes, and read by the real readers."""
+"""Recipes, policies, ledgers, splits and tables, spoilt as trees, arrays or bytes, and read by the real readers."""
 
-import gzip
 import io
 import json
-import shutil
-import struct
-import tarfile
 import tomllib
 import zipfile
 from collections.abc import Mapping
@@ -17,14 +13,15 @@ import numpy as np
 import tomli_w
 
 from fedflat.federation import partition
-from fedflat.federation.formats import read_cifar, read_cinic10, read_idx, read_medmnist, read_svhn
+from fedflat.flower.identity import read_agreed
 from fedflat.flower.journal import Journal
 from fedflat.flower.policy import read_policy
 from fedflat.flower.tally import DiskBook
 from fedflat.methods import parse
 from fedflat.recipe import load
+from fedflat.report.pivot import table
 from fedflat.runs import load_sweep, trajectory
-from fuzzing.mutators import odd_array, spoilt_bytes, spoilt_json, spoilt_tree
+from fuzzing.mutators import odd_array, odd_header, spoilt_bytes, spoilt_json, spoilt_tree
 from fuzzing.targets import Target
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -71,7 +68,7 @@ def spoilt_toml(chance: Random, text: str) -> bytes:
 class RecipeFile(File):
     """A recipe: its fields, and the grammar of its method."""
 
-    share, name = 0.1, "recipe.toml"
+    share, name = 0.06, "recipe.toml"
     texts: ClassVar = [load(name).to_toml() for name in ("default", "smoo", "sol", "man")]
 
     def spoilt(self, chance: Random) -> bytes:
@@ -84,7 +81,7 @@ class RecipeFile(File):
 class SweepFile(File):
     """A sweep of recipes."""
 
-    share, name = 0.05, "sweep.toml"
+    share, name = 0.06, "sweep.toml"
     text = """
 preset = "sol"
 [local]
@@ -102,10 +99,31 @@ seed = [0, 1]
         load_sweep(path)
 
 
+class ResultsFile(File):
+    """The results of a sweep, from which tables are made."""
+
+    share, name = 0.03, "results.jsonl"
+    rows: ClassVar = [{"method": method, "seed": seed, "split.alpha": 0.1, "scale": "full", "lambda1": 2.5,
+                       "accuracy_last": 0.5 + seed / 9,
+                       "asked": {"method": method, "seed": seed, "split": {"alpha": 0.1}}}
+                      for method in ("fedavg", "fedsam(0.1)") for seed in (0, 1, 2)]  # fmt: skip
+
+    def spoilt(self, chance: Random) -> bytes:
+        lines = [json.dumps(row).encode() for row in self.rows]
+        place = chance.randrange(len(lines))
+        lines[place] = spoilt_json(chance, self.rows[place])
+        return b"\n".join(lines)
+
+    def read(self, path: Path) -> None:
+        sheet = table(path.parent)
+        for form in ("markdown", "latex", "csv", "html"):
+            assert sheet.write(form)
+
+
 class PolicyFile(File):
     """A client's policy."""
 
-    share, name = 0.05, "policy.toml"
+    share, name = 0.06, "policy.toml"
     text = """
 recipe = "sha256:00"
 code = ["a.b:C"]
@@ -147,6 +165,19 @@ class LedgerFile(File):
             tally.spend(read_policy(None), "train", METHOD)
 
 
+class AgreedFile(File):
+    """The samples that a server agreed on with its clients."""
+
+    share, name = 0.03, "samples.toml"
+
+    def spoilt(self, chance: Random) -> bytes:
+        return spoilt_toml(chance, "0 = 120\n1 = 80\n2 = 1000\n")
+
+    def read(self, path: Path) -> None:
+        found = read_agreed(path.parent, 3)
+        assert found and found.keys() == {0, 1, 2} and all(type(n) is int and n > 0 for n in found.values())
+
+
 class JournalFile(File):
     """The journal of a deployment's server."""
 
@@ -170,10 +201,22 @@ def npz(arrays: Arrays) -> bytes:
     return packed.getvalue()
 
 
+def _with_odd_header(chance: Random, arrays: Arrays) -> bytes:
+    packed, odd = io.BytesIO(), chance.choice([*arrays])
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, array in arrays.items():
+            member = io.BytesIO()
+            np.save(member, array)
+            archive.writestr(f"{name}.npy", odd_header(chance) if name == odd else member.getvalue())
+    return packed.getvalue()
+
+
 def spoilt_npz(chance: Random, arrays: Arrays) -> bytes:
     """An .npz file with one array spoilt, gone or under another name; or its bytes spoilt."""
     if chance.random() < 0.4:
         return spoilt_bytes(chance, npz(arrays))
+    if chance.random() < 0.1:
+        return _with_odd_header(chance, arrays)
     arrays, name, how = dict(arrays), chance.choice([*arrays]), chance.randrange(6)
     if how == 0:
         del arrays[name]
@@ -198,25 +241,10 @@ class SplitFile(File):
         assert shards and all(shard.dtype.kind in "iu" for shard in shards)
 
 
-class MedmnistFile(File):
-    """A data set as .npz."""
-
-    share, name = 0.06, "bloodmnist.npz"
-    arrays: ClassVar = {f"{part}_{what}": np.zeros((4, 8, 8, 3) if what == "images" else (4, 1), np.uint8)
-              for part in ("train", "val", "test") for what in ("images", "labels")}  # fmt: skip
-
-    def spoilt(self, chance: Random) -> bytes:
-        return spoilt_npz(chance, self.arrays)
-
-    def read(self, path: Path) -> None:
-        for images, labels in read_medmnist(path, 8):
-            assert images.dtype == np.uint8 and len(images) == len(labels)
-
-
 class TrajectoryFile(File):
     """A recorded trajectory."""
 
-    share, name = 0.03, "trajectory.npz"
+    share, name = 0.05, "trajectory.npz"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -232,207 +260,14 @@ class TrajectoryFile(File):
         trajectory.check_arrays(trajectory.read(path), 6)
 
 
-class IdxFile(File):
-    """Images in IDX, plain or gzipped."""
-
-    share, name = 0.06, "images-idx3-ubyte"
-    content = b"\0\0\x08\x03" + struct.pack(">3I", 5, 4, 4) + bytes(80)
-
-    def spoilt(self, chance: Random) -> bytes:
-        return spoilt_bytes(chance, self.content)
-
-    def read(self, path: Path) -> None:
-        assert read_idx(path).dtype == np.uint8
-
-
-class GzipFile(IdxFile):
-    """The same, gzipped: the content or the compressed bytes are spoilt."""
-
-    share, name = 0.06, "images-idx3-ubyte.gz"
-
-    def spoilt(self, chance: Random) -> bytes:
-        if chance.random() < 0.5:
-            return gzip.compress(spoilt_bytes(chance, self.content), 1)
-        return spoilt_bytes(chance, gzip.compress(self.content, 1))
-
-
-class MatFile(File):
-    """SVHN's MATLAB file."""
-
-    share, name = 0.05, "train_32x32.mat"
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        from scipy.io import savemat
-
-        self.contents = []
-        for packed in (False, True):
-            file = io.BytesIO()
-            arrays = {"X": np.zeros((32, 32, 3, 1), np.uint8), "y": np.array([[10]], np.uint8)}
-            savemat(file, arrays, do_compression=packed)
-            self.contents.append(file.getvalue())
-
-    def spoilt(self, chance: Random) -> bytes:
-        content = chance.choice(self.contents)
-        if chance.random() < 0.7:  # most of it are pixels
-            return spoilt_bytes(chance, content[:300]) + content[300:]
-        return spoilt_bytes(chance, content)
-
-    def read(self, path: Path) -> None:
-        read_svhn(path)
-
-
-class TarFile(File):
-    """CIFAR's archive."""
-
-    share, name = 0.04, "cifar.tar.gz"
-    counts: ClassVar = {"data_batch_1.bin": 2, "test_batch.bin": 1}
-
-    def archive(self) -> bytes:
-        plain = io.BytesIO()
-        with tarfile.open(fileobj=plain, mode="w") as archive:
-            for name, count in self.counts.items():
-                info = tarfile.TarInfo(f"cifar/{name}")
-                info.size = 3073 * count
-                archive.addfile(info, io.BytesIO(bytes(info.size)))
-        return plain.getvalue()
-
-    def spoilt(self, chance: Random) -> bytes:
-        content = self.archive()
-        if chance.random() < 0.7:
-            return gzip.compress(spoilt_bytes(chance, content[:600]) + content[600:], 1)
-        return spoilt_bytes(chance, gzip.compress(content, 1))
-
-    def read(self, path: Path) -> None:
-        images, labels = read_cifar(path, self.counts, 1, 10)
-        assert len(images) == len(labels) == 3
-
-
-class ZipFile(File):
-    """CINIC-10 as a zip of images."""
-
-    share, name = 0.04, "cinic.zip"
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        from PIL import Image
-
-        image, packed = io.BytesIO(), io.BytesIO()
-        Image.new("RGB", (32, 32)).save(image, "PNG")
-        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name in ("train/cat/a.png", "test/dog/b.png"):
-                archive.writestr(name, image.getvalue())
-        self.content = packed.getvalue()
-
-    def spoilt(self, chance: Random) -> bytes:
-        return spoilt_bytes(chance, self.content)
-
-    def read(self, path: Path) -> None:
-        for images, labels in read_cinic10(path):
-            assert len(images) == len(labels)
-
-
-class RunFile(File):
-    """A file of a run's directory, read by those who read it."""
-
-    share, name = 0.05, "run"
-    files: tuple[str, ...] = ()
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        from fuzzing.runs import small_run
-
-        self.sound = small_run(folder / "sound")
-        self.contents = {name: (self.sound / name).read_bytes() for name in self.files}
-        shutil.copytree(self.sound, self.path)
-
-    def case(self, chance: Random) -> str:
-        from fuzzing.runs import readers
-
-        name = chance.choice(self.files)
-        (self.path / name).write_bytes(self.of(chance, name, self.contents[name]))
-        try:
-            return chance.choice(readers(self.files))(self.path)
-        finally:
-            for each, content in self.contents.items():
-                (self.path / each).write_bytes(content)
-
-    def of(self, chance: Random, name: str, content: bytes) -> bytes:
-        if name.endswith(".safetensors"):
-            return spoilt_tensors(chance, content)
-        if name.endswith(".toml"):
-            return spoilt_toml(chance, content.decode())
-        if name.endswith(".jsonl"):
-            lines = content.splitlines()
-            place = chance.randrange(len(lines))
-            lines[place] = spoilt_json(chance, json.loads(lines[place]))
-            return b"\n".join(lines) + chance.choice([b"\n", b""])
-        return spoilt_json(chance, json.loads(content))
-
-
-def spoilt_tensors(chance: Random, content: bytes) -> bytes:
-    """A safetensors file with another header, or spoilt bytes."""
-    if chance.random() < 0.4:
-        return spoilt_bytes(chance, content)
-    length = int.from_bytes(content[:8], "little")
-    header = spoilt_json(chance, json.loads(content[8 : 8 + length]))
-    return len(header).to_bytes(8, "little") + header + content[8 + length :]
-
-
-class CheckpointFile(RunFile):
-    """A checkpoint: its manifest, forged or damaged, and its tensors."""
-
-    share = 0.05
-
-    def __init__(self, folder: Path) -> None:
-        self.files = ("checkpoints/00000002.json", "checkpoints/00000002.server.safetensors",
-                      "checkpoints/00000002.memory.0.safetensors")  # fmt: skip
-        super().__init__(folder)
-
-    def of(self, chance: Random, name: str, content: bytes) -> bytes:
-        spoilt = super().of(chance, name, content)
-        if chance.random() < 0.6:
-            from fuzzing.runs import resealed
-
-            return resealed(self.path, name, spoilt)
-        return spoilt
-
-
-class MetricsFile(RunFile):
-    """The records of a run's rounds."""
-
-    share, files = 0.05, ("metrics.jsonl",)
-
-
-class ModelFile(RunFile):
-    """A run's model, summary and recipe."""
-
-    share, files = 0.05, ("model.safetensors", "summary.json", "recipe.toml")
-
-    def of(self, chance: Random, name: str, content: bytes) -> bytes:
-        spoilt = super().of(chance, name, content)
-        if name == "model.safetensors" and chance.random() < 0.7:
-            from fuzzing.runs import with_model
-
-            with_model(self.path, spoilt)
-        return spoilt
-
-
 FILES: dict[str, type[Target]] = {
     "recipe": RecipeFile,
     "sweep": SweepFile,
+    "results.jsonl": ResultsFile,
     "policy": PolicyFile,
     "ledger": LedgerFile,
+    "samples.toml": AgreedFile,
     "deployment.json": JournalFile,
     "split": SplitFile,
-    "npz": MedmnistFile,
     "trajectory": TrajectoryFile,
-    "idx": IdxFile,
-    "gzip": GzipFile,
-    "mat": MatFile,
-    "tar": TarFile,
-    "zip": ZipFile,
-    "checkpoint": CheckpointFile,
-    "metrics": MetricsFile,
-    "model": ModelFile,
 }

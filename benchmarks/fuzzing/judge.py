@@ -13,7 +13,8 @@ from typing import NamedTuple
 from fedflat.errors import FedflatError
 from fuzzing.targets import Target
 
-SECONDS = 10  # that a case may take
+SECONDS = 10  # of CPU that a case may take: another process that has the processor does not make it slow
+WAITING = 3600  # seconds of the clock that it may take, for a case that waits for ever
 MEMORY = 3 * 2**30  # bytes of address space that a case may add
 LONG = 200_000  # characters of a sentence, which may quote a name; the command line shows 4,000
 
@@ -54,12 +55,16 @@ def _bounded() -> Iterator[None]:
         raise SlowError
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, slow)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    handlers = {number: signal.signal(number, slow) for number in (signal.SIGALRM, signal.SIGPROF)}
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
-    signal.alarm(SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.alarm(WAITING)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         resource.setrlimit(resource.RLIMIT_AS, before)

@@ -1,6 +1,7 @@
 """Ways to spoil a value, an array, a tree of values, and bytes."""
 
 import copy
+import io
 import json
 import math
 from collections.abc import Callable
@@ -159,3 +160,13 @@ def odd_array(chance: Random, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
     with np.errstate(all="ignore"):
         found: np.ndarray[Any, Any] = np.asarray(chance.choice(kinds)())
         return found
+
+
+def odd_header(chance: Random) -> bytes:
+    """An array in NumPy's format whose header declares what it likes."""
+    header = io.BytesIO()
+    kind = chance.choice(["<f4", "<f4", "|V0", "|S0", "<U0", "|O", "<f8", ">f4", "|b1", "<f2", "<c16", "|S5"])
+    shape = chance.choice([(10**18,), (0, 10**18), (2**40,), (-1,), (4,), (), (2**62, 2**62), (1,) * 40, (0,)])
+    order = chance.random() < 0.2
+    np.lib.format.write_array_header_1_0(header, {"descr": kind, "fortran_order": order, "shape": shape})
+    return header.getvalue() + bytes(chance.choice([0, 0, 4, 16, 64]))

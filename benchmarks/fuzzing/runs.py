@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fedflat.cli.watch import Followed
 from fedflat.errors import FedflatError
@@ -16,6 +17,7 @@ from fedflat.runs import load_run
 from fedflat.runs.build import prepare
 from fedflat.runs.checkpoint import Checkpoints
 from fedflat.runs.experiment import execute
+from fedflat.runs.export import export
 from fedflat.runs.folder import RunFolder, read_model, read_recipe
 from fedflat.runs.manifest import manifest_text
 from fedflat.runs.rewind import recalled
@@ -57,7 +59,7 @@ def readers(files: Sequence[str]) -> list[Callable[[Path], str]]:
     """Who reads these files of a run."""
     if files[0].startswith("checkpoints"):
         return [newest, newest, checkpoint]
-    return [followed, reported, continued] if files == ("metrics.jsonl",) else [model, recipe, finished]
+    return [followed, reported, continued] if files == ("metrics.jsonl",) else [model, recipe, finished, exported]
 
 
 def newest(run: Path) -> str:
@@ -131,6 +133,13 @@ def finished(run: Path) -> str:
         load_run(run)
     except FedflatError:
         raise
+    return "result"
+
+
+def exported(run: Path) -> str:
+    """`fedflat export`, with its card."""
+    with TemporaryDirectory() as folder:
+        export(run, Path(folder) / "out", onnx=False)
     return "result"
 
 

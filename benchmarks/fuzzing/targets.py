@@ -8,7 +8,7 @@ from typing import Protocol
 class Target(Protocol):
     """Something that reads what others wrote. It is made once, in an empty folder; then come the cases."""
 
-    share: float  # of all cases
+    share: float  # of all cases: fewer where a case takes more than a few milliseconds
 
     def __init__(self, folder: Path) -> None: ...
 

@@ -90,6 +90,15 @@ def test_an_array_that_declares_more_than_it_has_gets_no_room(tmp_path, kind):
         read(path)
 
 
+@pytest.mark.parametrize("kind", READERS)
+def test_entries_of_no_bytes_are_not_counted_to_the_end(tmp_path, kind):
+    """A header of 10¹⁸ such entries is the whole file, and NumPy would copy them for a hundred years."""
+    names, read = READERS[kind]
+    path = npz_bomb(tmp_path / "empty.npz", names, size=0, dtype="|V0", shape=(10**18,))
+    with pytest.raises(FedflatError, match=r"empty\.npz"):
+        read(path)
+
+
 def test_an_archive_that_goes_on_and_on_is_given_up(tmp_path):
     path = tmp_path / "cifar-10-binary.tar.gz"
     with gzip.open(path, "wb") as stream:

@@ -16,6 +16,7 @@ SMALL = ["model.hidden=[8]", "split.clients=4", "server.cohort=3", "server.round
          "engine.name=inline", "engine.group=1", "admission.deadline=10", "deployment.draws=recipe"]  # fmt: skip
 POLICY = """
 code = ["batch_norm_net"]
+ledger = "ledger"
 
 [answers]
 hessian = 1000

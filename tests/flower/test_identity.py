@@ -1,11 +1,14 @@
 """Who a node is: the client whose key it has, and nobody else."""
 
 import subprocess
+from shutil import copytree
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
 
 from fedflat.errors import RunError, TrainingError
+from fedflat.runs.build import prepare
 
 flwr = pytest.importorskip("flwr.app")
 identity = pytest.importorskip("fedflat.flower.identity")
@@ -131,6 +134,65 @@ def test_a_table_of_keys_must_be_sound(tmp_path, keys):
     (tmp_path / "client-1.pub").write_text("ssh-rsa nothing")
     with pytest.raises(RunError, match="not a public key"):
         identity.read_table(tmp_path, 3)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# How many samples it may claim
+# --------------------------------------------------------------------------------------------------------------------
+
+UNEQUAL = "split={name='sizes', exponent=1.5, clients=4}"
+
+
+@pytest.fixture
+def agreed(tmp_path, keys):
+    """A function that gives a copy of the keys with a samples.toml of this text."""
+
+    def made(text):
+        folder = tmp_path / "agreed"
+        copytree(keys, folder, dirs_exist_ok=True)
+        (folder / "samples.toml").write_text(text)
+        return folder
+
+    return made
+
+
+def table_of(sizes):
+    return "".join(f"{client} = {n}\n" for client, n in sizes.items())
+
+
+def test_samples_that_were_agreed_on_count_in_full_as_in_a_simulation(deployed, small, simulated, keyed, keys, agreed):
+    sizes = {i: prepare(small(UNEQUAL)).federation.samples(i) for i in range(4)}
+    assert max(sizes.values()) > 3 * median(sizes.values())
+    expected = simulated(small(UNEQUAL))
+    assert deployed(small(UNEQUAL), keyed(), keys=agreed(table_of(sizes))) == expected
+
+
+def test_where_nothing_was_agreed_on_they_count_up_to_the_median(deployed, small, simulated, keyed, keys):
+    expected = simulated(small(UNEQUAL))
+    assert deployed(small(UNEQUAL), keyed(), keys=keys)[0] != expected[0]
+
+
+def test_a_client_that_claims_more_than_was_agreed_on_is_none(deployed, small, keyed, agreed):
+    sizes = {i: prepare(small()).federation.samples(i) for i in range(4)}
+    less = agreed(table_of({**sizes, 2: sizes[2] - 1}))
+    why = rf"only 3 of 4 .*client 2 claims {sizes[2]} samples, and samples.toml allows {sizes[2] - 1}"
+    with pytest.raises(TrainingError, match=why):
+        deployed(small("deployment.wait=1"), keyed(), keys=less)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("0 = 5\n2 = 5", "client 1 is missing; list every client, as in `1 = 1200`"),
+     ("0 = 5\n1 = 5\n2 = 5\n3 = 5", "'3' is not a client from 0 to 2"),
+     ("0 = 5\n1 = -5\n2 = 5", "client 1: -5 is not a whole number from 1 on"),
+     ("0 = 5\n1 = true\n2 = 5", "client 1: True is not a whole number"),
+     ("0 = 5\n01 = 5\n2 = 5", "'01' is not a client"),
+     ("0 = ", "cannot be read")],
+)  # fmt: skip
+def test_a_mistake_in_the_table_of_samples_is_one_sentence(tmp_path, text, why):
+    (tmp_path / "samples.toml").write_text(text)
+    with pytest.raises(RunError, match=why):
+        identity.read_agreed(tmp_path, 3)
 
 
 def test_without_keys_it_says_so(deployed, small, capsys):

@@ -1,5 +1,8 @@
 """What crosses the wire: known sizes on the way down, short lines of plain text on the way up."""
 
+from io import BytesIO
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +13,7 @@ from fedflat.methods import CATALOGUE
 from fedflat.recipe import load
 from fedflat.rounds import first_state, view
 
-pytest.importorskip("flwr")
+flwr = pytest.importorskip("flwr.app")
 messages = pytest.importorskip("fedflat.flower.messages")
 own_problem = pytest.importorskip("fedflat.flower.own").own_problem
 
@@ -43,3 +46,32 @@ def test_a_whole_number_is_in_its_range_or_refused(value, low, high):
     else:
         with pytest.raises(messages.UnfitError):
             messages.whole({"n": value}, "n", low, high)
+
+
+@pytest.mark.parametrize(
+    ("descr", "shape", "body", "why"),
+    [("|V0", (10**18,), b"", "has entries of no bytes in delta"),
+     ("|S0", (2**62,), b"", "has entries of no bytes in delta"),
+     ("<f4", (10**12,), bytes(16), "declares 4,000,000,000,000 bytes for delta"),
+     ("<f4", (-4,), bytes(16), "declares -16 bytes for delta"),
+     ("|O", (4,), bytes(16), "holds Python objects in delta")],
+)  # fmt: skip
+def test_an_array_that_declares_what_it_does_not_have_is_not_unpacked(descr, shape, body, why):
+    """By a header of 128 bytes a client could otherwise keep the server busy for ever, and a server its clients."""
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
+    array = flwr.Array("float32", (4,), "numpy.ndarray", header.getvalue() + body)
+    record = flwr.RecordDict({"vectors": flwr.ArrayRecord({"delta": array})})
+    with pytest.raises(messages.UnfitError) as error:
+        messages.read_vectors(record, 100)
+    assert error.value.args[0] == "shape" and why in error.value.args[1]
+
+
+def test_nor_is_an_archive_in_the_place_of_an_array():
+    packed = BytesIO()
+    np.savez_compressed(packed, delta=np.zeros(10**6, np.uint8))
+    record = flwr.RecordDict(
+        {"vectors": flwr.ArrayRecord({"delta": flwr.Array("float32", (4,), "numpy.ndarray", packed.getvalue())})}
+    )
+    with pytest.raises(messages.UnfitError, match="cannot be unpacked"):
+        messages.read_vectors(record, 10**6)

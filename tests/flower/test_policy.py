@@ -27,10 +27,10 @@ PRIVATE = 'method=local_dp(clip=0.1, noise=8.0, entropy="system")'
 class Spy:
     """A server that asks one client whatever it likes, by messages of its own making."""
 
-    def __init__(self, loopback, recipe, folder, policy="", client=2, data=None):
+    def __init__(self, loopback, recipe, folder, policy="", client=2, data=None, memory=True):
         self.recipe, self.client, self.folder = recipe, client, folder
         folder.mkdir(exist_ok=True)
-        config = {"memory": str(folder / "memory")}
+        config = {"memory": str(folder / "memory")} if memory else {}
         if policy is not None:
             (folder / "policy.toml").write_text(policy)
             config["policy"] = str(folder / "policy.toml")
@@ -314,6 +314,29 @@ def test_uploads_without_noise_have_no_place_in_a_budget(spy):
     assert "ε would reach inf" in spy(policy="[privacy]\nepsilon = 100.0").train()[0]["refused"]
 
 
+def test_nor_has_noise_that_only_the_server_adds_unless_the_client_trusts_it(spy):
+    """A server that names central_dp and adds no noise would otherwise get the bare updates within any budget."""
+    pytest.importorskip("dp_accounting")
+    central = 'method=central_dp(noise=8.0, entropy="system")'
+    assert "ε would reach inf" in spy(central, policy="[privacy]\nepsilon = 100.0").train()[0]["refused"]
+    trusting = '[privacy]\npart = "central_dp"\nepsilon = 100.0'
+    assert "refused" not in spy(central, policy=trusting).train()[0]
+
+
+@pytest.mark.parametrize("question", ["hessian", "curvature", "train"])
+def test_a_server_cannot_reset_a_ledger_by_starting_another_run(loopback, small, tmp_path, question):
+    """Without a directory the ledger is in Flower's state of one run: nothing is answered that it should limit."""
+    pytest.importorskip("dp_accounting")
+    measured = ["evaluation.sharpness=1", 'evaluation.measures=["local_curvature"]']
+    recipe = small(*([PRIVATE] if question == "train" else measured))
+    budget = f"{LEAST}epsilon = 50.0" if question == "train" else f"[answers]\n{question} = 1\nmin_samples = 1"
+    for ledger, told in ("", True), ("ledger = 'ledger'\n", False):
+        client = Spy(loopback, recipe, tmp_path / "client", ledger + budget, memory=False)
+        facts, vectors = getattr(client, question)()
+        assert (not vectors) == told
+        assert ("no ledger outlives this run" in facts.get("refused", "")) == told
+
+
 def test_a_protected_upload_brings_neither_loss_nor_notes(spy):
     for method, told in (PRIVATE, False), ("method=fedavg", True):
         facts, _ = spy(method, 'evaluation.measures=["proximal"]').train(run="a" * 15 + str(int(told)))
@@ -527,7 +550,7 @@ def test_refused_sharpness_is_null_with_the_reason(deployed, small):
 
 def test_local_curvature_is_the_simulations_if_the_policy_allows_it(deployed, simulated, small):
     recipe = small('evaluation.measures=["consistency", "local_curvature"]', "evaluation.sharpness_samples=200")
-    told = deployed(recipe, policy="[answers]\ncurvature = 12\nmin_samples = 10")
+    told = deployed(recipe, policy="ledger = 'ledger'\n[answers]\ncurvature = 12\nmin_samples = 10")
     assert told == simulated(recipe) and all(record["local_lambda1"] > 0 for record in told[1])
 
 

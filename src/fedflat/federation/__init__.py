@@ -9,7 +9,7 @@ from fedflat.federation.decoded import DECODED_FOLDER
 from fedflat.federation.federating import GIVEN, federate, saved_shards
 from fedflat.federation.population import Federation
 from fedflat.federation.raw_inputs import normalised_inputs, take_normalised, taking_raw
-from fedflat.federation.sizes import load_npz, save_npz
+from fedflat.federation.sizes import check_array, load_npz, save_npz
 from fedflat.federation.splits import Floats
 from fedflat.federation.text import WORD, Tokenizer, tokenizer_table
 
@@ -24,6 +24,7 @@ __all__ = [
     "Samples",
     "Tokenizer",
     "batch_steps",
+    "check_array",
     "federate",
     "known_datasets",
     "load",

@@ -9,7 +9,7 @@ from io import BytesIO
 from math import prod
 from pathlib import Path
 from tarfile import GNUTYPE_LONGLINK, GNUTYPE_LONGNAME, SOLARIS_XHDTYPE, XGLTYPE, XHDTYPE, ReadError, TarFile, TarInfo
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,14 +106,32 @@ def save_npz(path: str | os.PathLike[str], /, **arrays: Any) -> None:
     write_whole(Path(path), content.getvalue(), public=True)
 
 
+def check_array(stream: IO[bytes], size: int, source: object, name: str) -> None:
+    """Check the header of an array in NumPy's format before NumPy reads the array.
+
+    Args:
+        stream: the array, from its first byte on.
+        size: how many bytes it has, with its header.
+        source: the file or message that it is from, for an error.
+        name: the name of the array.
+
+    Raises:
+        DataError: if it holds objects, does not have the bytes that it declares, or has entries of no bytes. Of those
+            a header can declare 10¹⁸, and NumPy copies them one by one.
+    """
+    old = np.lib.format.read_magic(stream) == (1, 0)
+    shape, _, dtype = getattr(np.lib.format, f"read_array_header_{1 if old else 2}_0")(stream)
+    if dtype.hasobject:
+        raise DataError(f"{source} holds Python objects in {name}, which are pickled and not read")
+    declared, there = prod(shape) * dtype.itemsize, size - stream.tell()
+    if declared != there:
+        raise DataError(f"{source} declares {declared:,} bytes for {name} of shape {shape}, but has {there:,}")
+    if not dtype.itemsize:
+        raise DataError(f"{source} has entries of no bytes in {name}")
+
+
 def _array(path: Path, packed: zipfile.ZipFile, sizes: Mapping[str, zipfile.ZipInfo], name: str) -> NDArray[Any]:
     with packed.open(sizes[name]) as stream:
-        old = np.lib.format.read_magic(stream) == (1, 0)
-        shape, _, dtype = getattr(np.lib.format, f"read_array_header_{1 if old else 2}_0")(stream)
-        if dtype.hasobject:
-            raise DataError(f"{path} holds Python objects in {name}, which are pickled and not read")
-        declared, there = prod(shape) * dtype.itemsize, sizes[name].file_size - stream.tell()
-        if declared != there:
-            raise DataError(f"{path} declares {declared:,} bytes for {name} of shape {shape}, but has {there:,}")
+        check_array(stream, sizes[name].file_size, path, name)
     with packed.open(sizes[name]) as stream:
         return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))

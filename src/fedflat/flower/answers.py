@@ -76,7 +76,7 @@ class Desk:
         """Record the answer in the ledger before it is sent."""
         with self.book.opened() as tally:
             tally.agree(run, digest(self.recipe))
-            tally.spend(self.policy, question, method)
+            tally.spend(self.policy, question, method, self.book.lasting)
 
 
 def answered(

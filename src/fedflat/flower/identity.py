@@ -1,7 +1,8 @@
-"""Maps nodes to clients by their public keys.
+"""Maps nodes to clients by their public keys, and clients to the samples that they may claim.
 
 The server keeps the clients' public keys in a folder, `client-3.pub` for client 3. Flower only admits nodes with a
-registered key, and tells the server app which key it was.
+registered key, and tells the server app which key it was. `samples.toml` beside them has the number of samples that
+was agreed with each client, as in `3 = 1200`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 
 from cryptography.hazmat.primitives import serialization
 
-from fedflat.errors import RunError
+from fedflat.errors import RecipeError, RunError, shown
 from fedflat.files import read_whole
+from fedflat.recipe import parsed, read_text
 
+AGREED = "samples.toml"
 OPENSSH = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
 
 
@@ -52,6 +55,29 @@ def read_table(folder: Path, clients: int) -> dict[str, int]:
     if not table:
         raise RunError(f"{folder}: has no client-*.pub to identify the nodes by; see docs/deployment.md")
     return table
+
+
+def read_agreed(folder: Path, clients: int) -> dict[int, int] | None:
+    """Read samples.toml: the largest number of samples that each client may claim. None if there is no such file.
+
+    Raises:
+        RunError: if the file cannot be read, or a client is missing or unknown.
+    """
+    path = folder / AGREED
+    if not path.exists():
+        return None
+    try:
+        found = parsed(read_text(path), "not a table of samples")
+    except (OSError, UnicodeDecodeError, RecipeError) as error:
+        raise RunError(f"{path}: cannot be read ({error})") from None
+    for name, samples in found.items():
+        if not re.fullmatch(r"0|[1-9][0-9]{0,8}", name) or int(name) >= clients:
+            raise RunError(f"{path}: {shown(name, 40)} is not a client from 0 to {clients - 1}")
+        if type(samples) is not int or samples < 1:
+            raise RunError(f"{path}: client {name}: {shown(samples, 40)} is not a whole number from 1 on")
+    if missing := [client for client in range(clients) if str(client) not in found]:
+        raise RunError(f"{path}: client {missing[0]} is missing; list every client, as in `{missing[0]} = 1200`")
+    return {int(name): samples for name, samples in found.items()}
 
 
 def has_keys(grid: object) -> bool:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedflat.engine import NUMBERS, arrays, vectors
 from fedflat.errors import printable, shown
+from fedflat.federation import check_array
 from fedflat.flower.shelf import Mark
 from fedflat.local import Vectors
 from fedflat.methods import Upload
@@ -104,6 +106,7 @@ def read_vectors(record: RecordDict, most: int) -> Vectors:
         if array.stype != NUMPY:
             raise UnfitError("dtype", f"{printable(name, NAMED)} is packed as {shown(array.stype, NAMED)}")
         try:
+            check_array(BytesIO(array.data), len(array.data), "it", printable(name, NAMED))
             # Flower reads arrays with allow_pickle=False, so a message cannot contain objects.
             unpacked[name] = np.array(array.numpy())
         except Exception as error:  # untrusted bytes: NumPy may raise anything

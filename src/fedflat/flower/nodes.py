@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedflat.errors import TrainingError, printable
 from fedflat.flower import messages
-from fedflat.flower.identity import known_nodes
+from fedflat.flower.identity import AGREED, known_nodes
 from fedflat.flower.monitor import say
 from fedflat.flower.own import NOBODY
 from fedflat.flower.policy import digest
@@ -39,10 +39,18 @@ class Nodes:
         recipe: the server's recipe.
         table: maps fingerprints to clients. With it, a node is only accepted as the client that its key belongs to.
         base: digest of the server's frozen weights.
+        agreed: the largest number of samples that each client may claim.
     """
 
-    def __init__(self, grid: Grid, recipe: Recipe, table: Mapping[str, int] | None = None, base: str = "") -> None:
-        self._base = base
+    def __init__(
+        self,
+        grid: Grid,
+        recipe: Recipe,
+        table: Mapping[str, int] | None = None,
+        base: str = "",
+        agreed: Mapping[int, int] | None = None,
+    ) -> None:
+        self._base, self._agreed = base, agreed or {}
         self._grid, self._recipe, self._digest = grid, recipe, digest(recipe)
         self._table = table
         self._hello: dict[int, Hello] = {}
@@ -109,6 +117,8 @@ class Nodes:
         if self._table is not None and self._clients[node] != client:
             whose = f"its key is client {self._clients[node]}'s, but it claims to be client {client}"
             raise messages.UnfitError("foreign", whose)
+        if samples > (most := self._agreed.get(client, samples)):
+            raise messages.UnfitError("claim", f"client {client} claims {samples} samples, and {AGREED} allows {most}")
         if (base := printable(facts.get("base", ""))) != self._base:
             theirs, ours = (f"the base {each[:12]}…" if each else "none" for each in (base, self._base))
             other = f"the frozen weights of client {client} ({theirs}) and of the server ({ours}) differ"

@@ -200,13 +200,15 @@ def behind(local: Local, samples: int) -> int:
     return min(samples, local.steps * local.batch) if local.steps and local.batch else samples
 
 
-def cost(method: Method) -> float:
+def cost(method: Method, least: Insists) -> float:
     """Return what one upload adds to Σ 1/σ² in a client's ledger; σ is its noise relative to what it hides.
 
-    Gaussian mechanisms compose to one with 1/σ² = Σ 1/σᵢ². An upload without noise has infinite cost.
+    Gaussian mechanisms compose to one with 1/σ² = Σ 1/σᵢ². An upload without noise has infinite cost. So has one to
+    which only the server adds noise, unless the client has agreed to trust it: part = "central_dp".
     """
     guard = method.protection
-    if not isinstance(guard, Privacy) or not guard.noise:
+    unseen = isinstance(guard, CentralPrivacy) and least.part != "central_dp"
+    if not isinstance(guard, Privacy) or not guard.noise or unseen:
         return float("inf")
     return (2 / guard.noise) ** 2
 

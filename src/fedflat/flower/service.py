@@ -24,7 +24,7 @@ from fedflat.engine import settled_worker
 from fedflat.errors import AwayError, RecipeError, printable, shown
 from fedflat.files import private_directory, written_to
 from fedflat.flower import messages
-from fedflat.flower.identity import has_keys, read_table
+from fedflat.flower.identity import has_keys, read_agreed, read_table
 from fedflat.flower.journal import Journal
 from fedflat.flower.monitor import monitored, say
 from fedflat.flower.nodes import Attendance, Nodes
@@ -94,12 +94,16 @@ def _serve(
     callbacks: Sequence[Callable[[Record], None]],
 ) -> None:
     journal = Journal(out)
-    table = read_table(keys, recipe.split.clients) if keys and has_keys(grid) else None
-    if table is None:
+    table, agreed = None, None
+    if keys and has_keys(grid):
+        table, agreed = read_table(keys, recipe.split.clients), read_agreed(keys, recipe.split.clients)
+    else:
         say("nodes are not identified by keys: each is trusted to be the client it claims", recipe.deployment)
+    if agreed:  # no client can claim more than was agreed, so that every sample counts
+        recipe = recipe.model_copy(update={"admission": recipe.admission.model_copy(update={"max_share": 0.0})})
     problem = own_problem(recipe, NOBODY, 1, data)
     _check_questions(problem)
-    nodes = Nodes(grid, recipe, table, problem.network.base_digest)
+    nodes = Nodes(grid, recipe, table, problem.network.base_digest, agreed)
     connected = nodes.gather()
     if not journal.sizes:
         journal.begin(connected)

@@ -48,13 +48,26 @@ class Tally:
         while len(self.recipes) > RUNS:
             del self.recipes[next(iter(self.recipes))]
 
-    def spend(self, policy: Policy, question: Question, method: Method) -> None:
-        """Record an answer, if the policy allows one more."""
+    def spend(self, policy: Policy, question: Question, method: Method, lasting: bool = True) -> None:
+        """Record an answer, if the policy allows one more.
+
+        Args:
+            policy: the client's policy.
+            question: what was asked.
+            method: the method of the recipe.
+            lasting: whether the ledger outlives a run. If not, a server could reset it by starting another run, so
+                that nothing is answered whose number matters: measures of the loss, and uploads within a budget.
+
+        Raises:
+            PolicyError: if the policy does not allow it.
+        """
         given, most = self.answers.get(question, 0), getattr(policy.answers, question)
         if given >= most:
             raise PolicyError(f"{question}: {given} answers were given already, answers.{question} = {most}")
+        if not lasting and (question != "train" or policy.privacy.epsilon is not None):
+            raise PolicyError(f"{question}: no ledger outlives this run; set `ledger` in the policy of this client")
         if question == "train":
-            self._spend_privacy(policy.privacy, rules.cost(method))
+            self._spend_privacy(policy.privacy, rules.cost(method, policy.privacy))
         self.answers[question] = given + 1
 
     def _spend_privacy(self, least: Insists, cost: float) -> None:
@@ -70,7 +83,9 @@ class Tally:
 
 
 class Book(Protocol):
-    """Stores a client's ledger and secret."""
+    """Stores a client's ledger and secret; `lasting` says whether they outlive a run."""
+
+    lasting: bool
 
     def opened(self) -> Any: ...
 
@@ -79,6 +94,8 @@ class Book(Protocol):
 
 class DiskBook:
     """Two private files: client-3.json, the ledger, and client-3.secret, for the order of its samples."""
+
+    lasting = True
 
     def __init__(self, directory: Path, client: int) -> None:
         self._folder = directory
@@ -108,6 +125,8 @@ class DiskBook:
 
 class StateBook:
     """Stores the ledger in Flower's state, for simulations without a disk; it lasts as long as the node and its run."""
+
+    lasting = False
 
     def __init__(self, state: MutableMapping[str, str]) -> None:
         self._state = state

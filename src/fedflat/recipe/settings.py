@@ -99,7 +99,7 @@ class Admission(Section):
     )
     max_samples: int = Field(1_000_000_000, ge=1, description="largest number of samples that a client may claim")
     max_share: float = Field(
-        3.0, ge=0, description="samples that count for a client of a deployment, in units of the median; 0 = all"
+        1.0, ge=0, description="samples that count for a client of a deployment, in units of the median; 0 = all"
     )
 
 

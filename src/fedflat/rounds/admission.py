@@ -26,12 +26,13 @@ from fedflat.rounds.setup import FAILURES, Broadcast, Problem, Refusal
 ADVICE = {
     "not finite": "lower local.lr or set local.clip",
     "norm": "lower local.lr, set local.clip, or raise the limit: admission.max_norm, admission.max_ratio, "
-    "admission.outlier, or in a deployment deployment.outlier",
+    "admission.outlier, or in a deployment deployment.outlier or the samples that count (samples.toml)",
     "hung": "raise admission.deadline if its local round may take that long",
     "raised": 'with admission.failures = "stop" and engine.name = "inline" its traceback is shown',
 }
 SYMBOLS = {"delta": "Δ"}
 CLOSE = 1e-3  # relative error allowed for a number that the server knows: float32, and other libraries
+NEAR = 1.01  # factor by which claimed samples may exceed those that count
 FAR = 1e3  # allowed factor between a client's numbers and the recipe's if the server has no better estimate
 
 
@@ -235,11 +236,16 @@ def check_samples(samples: object, limits: Admission) -> str:
 def counted_samples(sizes: Mapping[int, int], limits: Admission) -> dict[int, int]:
     """Return how many samples count for each client: at most `admission.max_share` times the median of all.
 
+    One sample or 1 % more count too, so that clients of equal parts of a data set are weighted as in a simulation.
+
     >>> counted_samples({0: 100, 1: 10**9, 2: 120}, Admission(max_share=10.0))
     {0: 100, 1: 1200, 2: 120}
     """
-    most = limits.max_share * median(sizes.values()) if limits.max_share and sizes else math.inf
-    return {client: n if n <= most else max(int(most), 1) for client, n in sizes.items()}
+    if not limits.max_share or not sizes:
+        return dict(sizes)
+    limit = limits.max_share * median(sizes.values())
+    most = max(math.ceil(limit), *(n for n in sizes.values() if n <= max(limit + 1, NEAR * limit)), 1)
+    return {client: min(n, most) for client, n in sizes.items()}
 
 
 def known_samples(federation: Federation, client: int) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from fedflat import models
 from fedflat.engine import Cluster, Inline, Pool, cores, require_bf16
 from fedflat.errors import FedflatError, RecipeError, RunError
 from fedflat.federation import Augment, Dataset, Federation, federate, splits_by, take_normalised
-from fedflat.files import read_whole
 from fedflat.flatness import Portion, federated
 from fedflat.local import group_size
 from fedflat.methods import ActiveModel, AllModels, Method, ProductAverage, parse, spell
@@ -41,6 +39,7 @@ from fedflat.runs.folder import Record, read_model, read_recipe, refuse_other_ba
 from fedflat.runs.given import kept_federation
 from fedflat.runs.manifest import Checkpoint, DamagedError, verified
 from fedflat.runs.own_classes import open_code
+from fedflat.runs.record import read_summary
 from fedflat.tasks import Accuracy, Task, find_task
 
 Parameters = Literal["trained", "all"]
@@ -331,7 +330,5 @@ def _load_model(directory: Path, problem: Problem) -> None:
     if not all(bool(tensors[name].isfinite().all()) for name, _ in module.named_parameters()):
         raise RunError(f"{directory}: model.safetensors holds weights that are not finite; give one of its checkpoints")
     module.load_state_dict(tensors)
-    summary = directory / "summary.json"
-    recorded = json.loads(read_whole(summary)).get("base_sha256") if summary.is_file() else None
-    if recorded is not None:
+    if (recorded := read_summary(directory).get("base_sha256")) is not None:
         refuse_other_base(directory, recorded, problem.network.base_digest)

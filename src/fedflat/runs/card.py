@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fedflat.errors import printable
 from fedflat.federation import Federation
 from fedflat.methods import CATALOGUE
 from fedflat.models import MODELS, construction
@@ -120,11 +121,11 @@ def _accuracy(federation: Federation, recipe: Recipe, standing: Facts) -> str:
     if last is None:
         return "This model was not evaluated."
     rows = [(f"**this model**, after round {standing['rounds']}", f"**{last:.4f}**")]
-    if standing.get(f"{name}_best_round", standing["rounds"]) != standing["rounds"]:
-        best = f"best model of the run (not this one), after round {standing[f'{name}_best_round']}"
-        rows.append((best, f"{standing[f'{name}_best']:.4f}"))
-    if f"{name}_mean_of_last_10" in standing:
-        rows.append(("mean of the last ten evaluations of the run", f"{standing[f'{name}_mean_of_last_10']:.4f}"))
+    best, at = standing.get(f"{name}_best"), standing.get(f"{name}_best_round", standing["rounds"])
+    if best is not None and at != standing["rounds"]:
+        rows.append((f"best model of the run (not this one), after round {at}", f"{best:.4f}"))
+    if (mean := standing.get(f"{name}_mean_of_last_10")) is not None:
+        rows.append(("mean of the last ten evaluations of the run", f"{mean:.4f}"))
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
     return (
         f"| | {on} {name} |\n|---|---|\n{table}\n\n"
@@ -232,6 +233,6 @@ def _files(standing: Facts, digests: Mapping[str, str]) -> str:
     rows = "\n".join(f"| {name} | `{digest}` |" for name, digest in digests.items())
     here = {"fedflat": version("fedflat"), "torch": torch.__version__, "python": platform.python_version()}
     trained = standing.get("versions", {})
-    versions = [f"| {name} | {trained.get(name, '')} | {number} |" for name, number in here.items()]
+    versions = [f"| {name} | {printable(trained.get(name, ''), 40)} | {number} |" for name, number in here.items()]
     table = "\n".join(["| | trained with | exported with |", "|---|---|---|", *versions])
     return f"| file | SHA-256 |\n|---|---|\n{rows}\n\n{table}"

@@ -27,6 +27,7 @@ from fedflat.runs.build import load_run
 from fedflat.runs.card import card
 from fedflat.runs.folder import Record, beside, read_recipe, whole_model
 from fedflat.runs.own_classes import kept_code
+from fedflat.runs.record import is_summary, read_summary
 from fedflat.runs.text_card import CONFIG, HUB, VOCABULARY, config_bytes, vocabulary_bytes
 
 
@@ -148,10 +149,12 @@ def export(
 def standing(run: Path) -> Record:
     """The summary of a run, or the same fields from the manifest of a checkpoint."""
     if run.suffix != ".json":
-        return dict(json.loads(read_whole(run / "summary.json")))
+        return read_summary(run)
     manifest = json.loads(read_whole(run))
-    metric = read_recipe(run).metric
-    return {"rounds": manifest["round"], f"{metric}_last": manifest["accuracy"]}
+    found = {"rounds": manifest["round"], f"{read_recipe(run).metric}_last": manifest["accuracy"]}
+    if not is_summary(found):
+        raise RunError(f"{run}: is damaged; give another checkpoint")
+    return found
 
 
 def _code(run: Path, recipe: Recipe, signature: Signature) -> str:

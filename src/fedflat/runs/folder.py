@@ -24,7 +24,7 @@ from fedflat.files import changeable, private_directory, read_whole, write_whole
 from fedflat.models import Network
 from fedflat.recipe import Recipe, parsed, read_text, validated
 from fedflat.runs.lock import RunLock
-from fedflat.runs.record import read_record
+from fedflat.runs.record import read_record, read_summary
 
 Record = dict[str, Any]
 WHOLE = ("recipe.toml", "model.safetensors", "summary.json")
@@ -274,7 +274,7 @@ def read_model(directory: Path) -> dict[str, Tensor]:
             "or give one of its checkpoints"
         )
     content = read_whole(path)
-    if hashlib.sha256(content).hexdigest() != _promised(Path(directory)):
+    if hashlib.sha256(content).hexdigest() != read_summary(Path(directory))["model_sha256"]:
         raise RunError(
             f"{path}: is not the model that summary.json describes (model_sha256); "
             f"let `fedflat resume {directory}` write it again, or take it from a backup"
@@ -283,12 +283,3 @@ def read_model(directory: Path) -> dict[str, Tensor]:
         return from_safetensors(content)
     except SafetensorError as error:
         raise RunError(f"{path}: not a readable safetensors file ({error})") from None
-
-
-def _promised(directory: Path) -> Any:
-    """The SHA-256 of a finished run's model, from its summary."""
-    path = directory / "summary.json"
-    try:
-        return json.loads(read_whole(path))["model_sha256"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise RunError(f"{path}: is damaged; let `fedflat resume {directory}` write it again") from None

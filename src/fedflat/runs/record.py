@@ -1,13 +1,18 @@
-"""The format of a round's record, for all code that reads one from a file."""
+"""The format of a round's record and of a run's summary, for all code that reads one from a file."""
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
+
+from fedflat.errors import RunError
+from fedflat.files import read_whole
 
 COUNTED = ("seconds", "bytes_down", "bytes_up", "sharpness_bytes")  # numbers that are summed, so never missing
 REFUSAL = {"client": int, "reason": str, "detail": str}
+TEXTS = ("method", "model_sha256", "base_sha256")  # the texts of a summary; its other fields are measures
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:
@@ -49,3 +54,40 @@ def _measure(value: Any) -> bool:
 
 def _refusal(value: Any) -> bool:
     return isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in REFUSAL.items())
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """Read summary.json of a finished run, which may be somebody else's.
+
+    Raises:
+        RunError: the file cannot be read, or a field is not of its kind.
+    """
+    path = directory / "summary.json"
+    try:
+        found = json.loads(read_whole(path))
+    except (ValueError, RecursionError):
+        found = None
+    if not is_summary(found) or "model_sha256" not in found:
+        raise RunError(f"{path}: is damaged; let `fedflat resume {directory}` write it again")
+    summary: dict[str, Any] = found
+    return summary
+
+
+def is_summary(found: Any) -> bool:
+    """Whether the fields of a summary are of their kinds.
+
+    >>> is_summary({"rounds": 3, "accuracy_last": 0.5}), is_summary({"rounds": 3, "accuracy_last": "high"})
+    (True, False)
+    """
+    if not isinstance(found, dict) or type(found.get("rounds")) is not int:
+        return False
+    return all(_fits_summary(name, value) for name, value in found.items())
+
+
+def _fits_summary(name: str, value: Any) -> bool:
+    if name in TEXTS:
+        return isinstance(value, str)
+    if name in ("versions", "refused"):
+        kind = str if name == "versions" else int
+        return isinstance(value, dict) and all(type(each) is kind for each in value.values())
+    return type(value) is bool or (name == "seed" and type(value) is int) or _measure(value)

@@ -12,7 +12,7 @@ from typing import Any
 from fedflat.errors import RunError
 from fedflat.files import read_whole, write_whole, written_to
 from fedflat.runs.folder import read_recipe
-from fedflat.runs.record import read_record
+from fedflat.runs.record import read_record, read_summary
 from fedflat.runs.sweep.plan import Point, Sweep
 from fedflat.runs.sweep.results import Row, finished
 
@@ -86,7 +86,7 @@ class Evidence:
 def row_of(folder: Path, point: Point) -> Row:
     """The row of a finished run, from its directory."""
     result = json.loads(read_whole(folder / "result.json"))
-    summary = json.loads(read_whole(folder / "summary.json"))
+    summary = read_summary(folder)
     metrics = {name: _short(value) for name, value in result["metrics"].items() if value is not None}
     return {
         "digest": digest(point),

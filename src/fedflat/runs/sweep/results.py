@@ -17,6 +17,7 @@ from fedflat.files import opened, read_bytes, read_whole, write_whole, written_t
 from fedflat.recipe import Recipe
 from fedflat.rounds import flat_record
 from fedflat.runs.folder import read_recipe
+from fedflat.runs.record import read_record, read_summary
 from fedflat.runs.sweep.overrides import flattened, spelled
 from fedflat.runs.sweep.plan import Point, Sweep
 
@@ -80,7 +81,7 @@ def save_result(folder: Path, point: Point, scale: str, answers: Iterable[Path])
         scale: the scale of the sweep.
         answers: the JSON output files of the commands that followed the run.
     """
-    summary, last = json.loads(read_whole(folder / "summary.json")), last_record(folder)
+    summary, last = read_summary(folder), last_record(folder)
     metric = read_recipe(folder).metric
     judged = (f"{metric}_{which}" for which in JUDGED)
     metrics = {name: summary.get(name, last.get(name)) for name in (*judged, *METRICS)}
@@ -96,10 +97,10 @@ def save_result(folder: Path, point: Point, scale: str, answers: Iterable[Path])
 
 def last_record(folder: Path) -> Row:
     """The last record of a run's metrics, or an empty one before the first round."""
-    with suppress(OSError, ValueError, IndexError), opened(folder / "metrics.jsonl") as file:
+    with suppress(OSError, IndexError), opened(folder / "metrics.jsonl") as file:
         file.seek(max(0, file.seek(0, io.SEEK_END) - TAIL))
         whole = file.read().rpartition(b"\n")[0]
-        return dict(json.loads(whole.splitlines()[-1]))
+        return read_record(whole.splitlines()[-1]) or {}
     return {}
 
 
@@ -208,7 +209,7 @@ def read_rows(source: Path) -> list[Row]:
         rows = [json.loads(line) for line in read_whole(path).splitlines()]
         if all(isinstance(row, dict) and "asked" in row and "scale" in row for row in rows):
             return rows
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     raise RunError(f"{path}: a line is not a valid result; let `fedflat sweep` write the file again")
 
