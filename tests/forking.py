@@ -49,6 +49,19 @@ def command(*words: str) -> None:
     main()
 
 
+def without_fedflat(code: str, folder: Path) -> Done:
+    """Run code in a forked process in which fedflat cannot be imported, as on a machine that has torch alone."""
+
+    def run() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "fedflat"]:
+            del sys.modules[name]
+        sys.modules["fedflat"] = None  # type: ignore[assignment]
+        sys.path.insert(0, "")
+        exec(compile(code, "card.py", "exec"), {"__name__": "__main__"})
+
+    return forked(run, cwd=folder)
+
+
 def unshare_mounts() -> None:
     """Give this process mounts of its own, in a user namespace where it may make some.
 
