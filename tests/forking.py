@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 
@@ -47,6 +48,51 @@ def command(*words: str) -> None:
 
     sys.argv = ["fedflat", *words]
     main()
+
+
+class Command:
+    """`fedflat …` at work in a forked process and a group of its own; all that it says goes to the file `said`."""
+
+    def __init__(self, folder: Path, *words: str, **environment: str) -> None:
+        self.said = folder / f"said-{time.monotonic_ns()}.txt"
+        self._process = get_context("fork").Process(target=self._main, args=(folder, words, environment))
+        self._process.start()
+
+    def _main(self, folder: Path, words: tuple[str, ...], environment: dict[str, str]) -> None:
+        os.setsid()
+        os.chdir(folder)
+        os.environ.update(environment)
+        sys.stdout = sys.stderr = self.said.open("w", buffering=1)
+        command(*map(str, words))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def runs(self) -> bool:
+        return self._process.is_alive()
+
+    def signal(self, number: int) -> None:
+        """As they come: an interrupt from the terminal to all processes, the others to the one that was started."""
+        (os.killpg if number == signal.SIGINT else os.kill)(self.pid, number)
+
+    def ended(self, patience: float = 120) -> tuple[int | None, str]:
+        """The exit code (None if it runs on), and all that was said."""
+        self._process.join(patience)
+        return self._process.exitcode, self.said.read_text()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def until(condition: Callable[[], object], patience: float = 120) -> None:
+    """Wait until it is so."""
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def without_fedflat(code: str, folder: Path) -> Done:
