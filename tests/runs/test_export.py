@@ -155,12 +155,15 @@ SMALL = {
 }  # fmt: skip
 
 
+WINDOW = 5  # an LSTM is unrolled over it, and ONNX takes its time for every step
+
+
 @pytest.mark.parametrize("network", SMALL)
 def test_a_run_on_text_is_read_again_and_exported_with_its_card(network, tmp_path):
     """Labels are those of whole windows or of every token; recipes do not say which, because the data do."""
     texts = [{"text": f"the quick brown fox number {n} jumps over the lazy dog", "client": n % 4} for n in range(24)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    data = ["data.name=jsonl", f"data.dir={tmp_path / 'texts.jsonl'}", "data.window=12", "data.stride=12"]
+    data = ["data.name=jsonl", f"data.dir={tmp_path / 'texts.jsonl'}", f"data.window={WINDOW}", f"data.stride={WINDOW}"]
     recipe = load(None, [*QUICK, "split.name=natural", "split.clients=0", *data, *SMALL[network]])
     trained = execute(prepare(recipe), tmp_path / "run")
     again = load_run(tmp_path / "run")
@@ -170,8 +173,8 @@ def test_a_run_on_text_is_read_again_and_exported_with_its_card(network, tmp_pat
     files = {path.name: path for path in export(tmp_path / "run")}
     vocabulary, every = again.federation.dataset.vocabulary, again.task.output == "tokens"
     for given, logits in executed(files["README.md"]):
-        assert given.dtype == torch.int64 and given.shape == (4, 12) and int(given.max()) < vocabulary
-        assert logits.shape == ((4, 12, vocabulary) if every else (4, vocabulary))
+        assert given.dtype == torch.int64 and given.shape == (4, WINDOW) and int(given.max()) < vocabulary
+        assert logits.shape == ((4, WINDOW, vocabulary) if every else (4, vocabulary))
         torch.testing.assert_close(logits, again.network.module(given).detach(), rtol=0, atol=1e-5)
 
 
