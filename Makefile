@@ -18,7 +18,7 @@ demo: $(READY)
 	$(BIN)/fedflat report "$$out" --out "$$out/report.html"
 
 test: lint types
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks docsite

@@ -23,6 +23,15 @@ if "PYTEST_XDIST_WORKER" not in os.environ and subprocess.run([sys.executable, "
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
+# The files that take longest begin first: a worker gets whole files, and the last one decides when the tests end.
+LONG = ("flower/test_processes.py", "engine/test_cluster.py", "methods/test_laws.py", "test_tutorials.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """The tests' networks are tiny: a second thread would only wait for the first."""

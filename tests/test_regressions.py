@@ -1,8 +1,6 @@
 """Faults that were found once and shall not come back."""
 
-import subprocess
-import sys
-import time
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from fedflat.rounds.cohort import draw_cohort
 from fedflat.rounds.server import conduct, first_state
 from fedflat.rounds.setup import Problem
 from fedflat.runs.personal import personalise
+from forking import Command, until
 
 
 def normed():
@@ -170,18 +169,14 @@ def test_shared_files_go_where_there_is_room_and_orphans_are_swept(tmp_path):
 
 @pytest.mark.parametrize("engine", ["inline", "pool"])
 def test_a_terminated_run_leaves_nothing_behind(tmp_path, engine):
-    command = [sys.executable, "-m", "fedflat.cli", "run", "--set", "server.rounds=100000", "--set", f"engine={engine}"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = Command(tmp_path, "run", "--set", "server.rounds=100000", "--set", f"engine={engine}")
     metrics = tmp_path / "runs/0001/metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    shared = [*Path("/dev/shm").glob(f"fedflat-{process.pid}-*")]
-    assert shared
-    process.terminate()
-    _, errors = process.communicate(timeout=30)
-    assert (process.returncode, "Traceback" in errors) == (143, False), errors
-    assert not [*Path("/dev/shm").glob(f"fedflat-{process.pid}-*")]
+    until(lambda: metrics.exists() and metrics.stat().st_size)
+    assert [*Path("/dev/shm").glob(f"fedflat-{run.pid}-*")]
+    run.signal(signal.SIGTERM)
+    code, said = run.ended()
+    assert (code, "Traceback" in said) == (143, False), said
+    assert not [*Path("/dev/shm").glob(f"fedflat-{run.pid}-*")]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fedflat
+import forking
 from fedflat import Part, trust, trusted
 from fedflat.cli import app
 from fedflat.errors import RecipeError
@@ -112,9 +113,7 @@ def test_nor_what_a_recipe_names(command, hostile, tmp_path):
 
 
 def test_nor_what_a_sweep_names(hostile, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "fedflat.cli", "sweep", "sweep.toml"], capture_output=True, text=True, check=False
-    )
+    done = forking.fedflat("sweep", "sweep.toml")
     assert done.returncode and "add --trust" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "fuse").exists()
 
@@ -148,9 +147,9 @@ def test_with_trust_the_same_commands_work(hostile, tmp_path):
     assert code == 0, said
 
 
-@pytest.mark.parametrize("shadow", ["scipy", "json", "safetensors"])
-def test_files_in_the_current_directory_do_not_stand_in_for_libraries(shadow, honest, tmp_path):
-    (tmp_path / f"{shadow}.py").write_text('open("fuse", "w")')
+def test_files_in_the_current_directory_do_not_stand_in_for_libraries(honest, tmp_path):
+    for shadow in ("scipy", "json", "safetensors"):
+        (tmp_path / f"{shadow}.py").write_text(f'open("fuse-{shadow}", "w")')
     command = (
         "from fedflat.cli import main; main()"  # as the installed command: it has no current directory in its path
     )
@@ -159,7 +158,7 @@ def test_files_in_the_current_directory_do_not_stand_in_for_libraries(shadow, ho
             [sys.executable, *call, honest, "--samples", "50", "--json"], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "fuse").exists()
+    assert not [*tmp_path.glob("fuse*")]
 
 
 def configured(text):

@@ -9,6 +9,21 @@ import pytest
 from nbclient import NotebookClient
 
 TUTORIALS = sorted((Path(__file__).parents[1] / "docs" / "tutorials").glob("*.ipynb"))
+FRESH = "%reset -f\nimport os\nos.chdir({folder!r})\n%reset -f"
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """One kernel for all notebooks, because most of them take less time than the import of torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # for `!fedflat …`
+        patch.setenv("OMP_NUM_THREADS", "1")
+        # CIFAR-10 would take longer than the digits
+        patch.setenv("FEDFLAT_DATA", str(tmp_path_factory.mktemp("no data")))
+        first = NotebookClient(nbformat.v4.new_notebook())
+        first.execute(cleanup_kc=False)
+        yield first.km
+        first._cleanup_kernel()
 
 
 def test_there_are_seven():
@@ -17,13 +32,11 @@ def test_there_are_seven():
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
-def test_a_notebook_runs(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # for `!fedflat …`
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("FEDFLAT_DATA", str(tmp_path / "no data"))  # CIFAR-10 would take longer than the digits
+def test_a_notebook_runs(path, kernel, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(FRESH.format(folder=str(tmp_path))))
+    NotebookClient(notebook, timeout=300, km=kernel).execute()
     shown = [kind for cell in notebook.cells for out in cell.get("outputs", ()) for kind in out.get("data", ())]
     assert "text/html" in shown or "text/plain" in shown
     assert "image/png" in shown

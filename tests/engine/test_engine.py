@@ -151,7 +151,7 @@ def test_federations_can_be_larger_than_the_cohort_ever_is():
 
 @pytest.mark.parametrize("method", ["fedavg", "fedsam", "fedsol(scope='head') + man(0.1)", "moon"])
 def test_bf16_computes_in_bfloat16_and_keeps_everything_else_in_float32(digits, method):
-    settings = dict(model="mlp", method=method, rounds=3, cohort=5, epochs=2, batch=16)
+    settings = dict(model="mlp", method=method, rounds=2, cohort=4, epochs=1, batch=16)
     full, half, pooled = (
         train(digits, **settings, precision=precision, engine=engine)
         for precision, engine in (("float32", "inline"), ("bf16", "inline"), ("bf16", "pool"))
@@ -197,7 +197,7 @@ def test_the_servers_network_can_be_put_away_while_a_pool_is_open(digits):
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_memory_begins_with_the_initial_weights_wherever_the_federation_stands(digits, start):
     weights = []
-    for engine in (lambda p, _: Inline(p), lambda p, s: pool.Pool(p, s, slots=2, workers=2, start=start)):
+    for engine in (lambda p, _: Inline(p), lambda p, s: pool.Pool(p, s, slots=2, workers=1, start=start)):
         network = Network(models.build("mlp", (1, 8, 8), 10, torch.Generator().manual_seed(0), hidden=(8,)))
         problem = Problem.of(digits, network, parse("moon"), Local(lr=0.5))
         state = replace(first_state(problem), weights=network.weights.sign() / 10)
@@ -246,7 +246,8 @@ def test_a_worker_gives_a_large_models_freed_memory_back_after_each_client():
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_memory_and_open_files_do_not_grow_over_the_rounds(digits):
-    problem = Problem.of(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), parse("scaffold"), Local())
+    network, local = Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), Local(steps=1, batch=8)
+    problem = Problem.of(digits, network, parse("scaffold"), local)
     server, state = Server(cohort=5), first_state(problem)
     with closing(pool.Pool(problem, state, slots=5, workers=2)) as engine:
         seen = []

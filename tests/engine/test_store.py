@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import closing
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from fedflat.engine import store
 from fedflat.engine.store import FREED, LINE, Memory, Scratch, Table, Tables
 from fedflat.errors import RunError
+from forking import command, forked, may_mount, mount, unshare_mounts
 
 MB = 2**20
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
@@ -201,27 +204,29 @@ def test_a_row_that_cannot_be_written_names_the_client_and_changes_nothing_else(
     assert memory.changed == set()
 
 
-MOUNTS = 'mount -t tmpfs -o size=$0 none "$1" && mount -t tmpfs -o size=$0 none /dev/shm && shift && exec "$@"'
-
-
 def run_on_a_small_disk(tmp_path, size, engine):
     """`fedflat run` where temporary files and shared memory have this much room, or a skip where nobody may mount.
 
     A vector of this mlp takes 0.22 MB. Each of the 20 clients keeps one; the pool has three for the server, one more
     once a model is evaluated, and twelve for the uploads of a cohort of four.
     """
+    if not may_mount():
+        pytest.skip("this user may not mount a disk")
     disk = tmp_path / "disk"
     disk.mkdir()
-    prefix = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNTS, size, str(disk)]
-    if not shutil.which("unshare") or subprocess.run([*prefix, "true"], capture_output=True).returncode:
-        pytest.skip("this user may not mount a disk")
     settings = [f"engine={engine}", "engine.workers=2", "method=scaffold", "model.hidden=[200, 200]",
                 "split.clients=20", "server.rounds=40", "server.cohort=4"]  # fmt: skip
     overrides = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-m", "fedflat.cli", "run", *overrides, "--out", str(tmp_path / "run")]
-    environment = {**os.environ, "TMPDIR": str(disk)}
-    result = subprocess.run([*prefix, *command], capture_output=True, text=True, env=environment, timeout=120)
-    return result.returncode, " ".join(result.stderr.split())
+
+    def run():
+        unshare_mounts()
+        for folder in (disk, "/dev/shm"):
+            mount(f"size={size}", folder)
+        tempfile.tempdir = None  # it is found anew, by TMPDIR
+        command("run", *overrides, "--out", str(tmp_path / "run"))
+
+    done = forked(run, TMPDIR=str(disk))
+    return done.returncode, " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(
@@ -252,6 +257,7 @@ def test_a_scratch_folder_goes_when_it_is_closed(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+ELSEWHERE = ["unshare", "--kill-child", "--map-root-user", "--pid", "--fork", "--mount-proc"]
 AT_WORK = """
 import sys, time
 from pathlib import Path
@@ -260,25 +266,39 @@ scratch = Scratch(0, memory=Path(sys.argv[1]))
 print(scratch.path.name, flush=True)
 time.sleep(60)
 """
-ELSEWHERE = ["unshare", "--kill-child", "--map-root-user", "--pid", "--fork", "--mount-proc"]
 
 
-def at_work(folder, *how):
+def at_work(folder):
     """Another process with a scratch folder of its own, and that folder's name."""
-    process = subprocess.Popen([*how, sys.executable, "-c", AT_WORK, folder], stdout=subprocess.PIPE, text=True)
+    names, name = get_context("fork").Pipe(duplex=False)
+
+    def work():
+        scratch = Scratch(0, memory=folder)
+        name.send(scratch.path.name)
+        time.sleep(60)
+
+    process = get_context("fork").Process(target=work)
+    process.start()
+    return process, names.recv()
+
+
+def at_work_in_a_container(folder):
+    """The same in a namespace of processes of its own."""
+    command = [*ELSEWHERE, sys.executable, "-c", AT_WORK, folder]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     return process, process.stdout.readline().strip()
 
 
 def test_what_a_killed_process_left_is_swept_and_what_a_living_one_has_is_not(tmp_path):
     (killed, left), (living, used) = at_work(tmp_path), at_work(tmp_path)
     killed.kill()
-    killed.communicate()
+    killed.join()
     for name in (f"fedflat-{killed.pid}-of-0.1", "fedflat-notes-c", "other"):
         (tmp_path / name).mkdir()
     with closing(Scratch(0, memory=tmp_path)) as scratch:
         there = {path.name for path in tmp_path.iterdir()} - {scratch.path.name}
     living.kill()
-    living.communicate()
+    living.join()
     assert left not in there
     assert there == {used, f"fedflat-{killed.pid}-of-0.1", "fedflat-notes-c", "other"}
 
@@ -287,7 +307,7 @@ def test_the_folder_of_a_process_in_another_container_is_left_alone(tmp_path):
     if not shutil.which("unshare") or subprocess.run([*ELSEWHERE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no namespace of processes can be made here")
     mine = Scratch(0, memory=tmp_path)
-    other, name = at_work(tmp_path, *ELSEWHERE)  # it sees no process of ours, and we none of its numbers
+    other, name = at_work_in_a_container(tmp_path)  # it sees no process of ours, and we none of its numbers
     with closing(mine), closing(Scratch(0, memory=tmp_path)):
         there = {path.name for path in tmp_path.iterdir()}
     other.kill()
@@ -300,8 +320,7 @@ def test_a_pipe_under_the_name_of_an_owner_keeps_nobody_waiting(tmp_path):
     """Every user may write to /dev/shm, and knows which name is opened there."""
     (tmp_path / "fedflat-1-theirs").mkdir()
     os.mkfifo(tmp_path / "fedflat-1-theirs" / f"owner-{store._system()}")
-    code = f"from pathlib import Path; from fedflat.engine import Scratch; Scratch(0, Path({str(tmp_path)!r})).close()"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert forked(lambda: Scratch(0, tmp_path).close(), timeout=60).returncode == 0
 
 
 def test_the_folder_of_another_machine_is_left_alone(tmp_path, monkeypatch):

@@ -1,9 +1,9 @@
 """A data set that several processes share: decoded once, mapped by all, equal to the one in the files."""
 
 import os
-import subprocess
 import sys
 from dataclasses import fields
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -82,9 +82,21 @@ def test_a_damaged_file_or_a_full_disk_costs_only_time(folder, monkeypatch):
 
 
 def test_processes_at_the_same_time_read_it_once(folder):
-    path, _ = folder
-    code = "from fedflat.federation.datasets import load; print(load('digits').train.inputs.sum().item())"
-    several = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)]
-    said = {process.communicate()[0] for process in several}
-    assert said == {f"{load('digits').train.inputs.sum().item()}\n".encode()}
+    path, read = folder
+    fork = get_context("fork")
+    start, said = fork.Barrier(2), fork.Queue()
+
+    def look():
+        start.wait(60)
+        total = load("digits").train.inputs.sum().item()
+        said.put((total, len(read)))
+
+    several = [fork.Process(target=look) for _ in range(2)]
+    for process in several:
+        process.start()
+    totals, reads = zip(*(said.get(timeout=60) for _ in several), strict=True)
+    for process in several:
+        process.join()
+    assert {*totals} == {load("digits").train.inputs.sum().item()}
+    assert sorted(reads) == [0, 1]
     assert len([*path.glob("*.safetensors")]) == 1

@@ -1,5 +1,7 @@
 """The deployment's two sides, joined by calls in this process: the simulator's numbers, also after a crash."""
 
+import io
+import logging
 import signal
 from dataclasses import replace
 
@@ -96,6 +98,25 @@ def test_changes_that_concern_the_server_alone_are_the_servers_to_make(deployed,
 def test_changes_of_what_clients_do_are_refused_before_anything_begins(small, change):
     with pytest.raises(RecipeError, match=rf"^set: {change.partition('.')[0].partition('=')[0]} affects the clients"):
         changed(small(), change)
+
+
+def test_the_servers_log_has_the_sentence_of_a_mistake_and_no_traceback(small, loopback):
+    from flwr.app import Context, RecordDict
+    from flwr.supercore.logger import FLOWER_LOGGER
+
+    from fedflat.flower import client_app, server_app
+
+    said = logging.StreamHandler(io.StringIO())
+    FLOWER_LOGGER.addHandler(said)
+    context = Context(1, 0, {}, RecordDict(), run_config={"set": "local.lr=0.05"})
+    try:
+        server_app(small())(loopback.InProcess(client_app(small()), 4), context)
+    except RecipeError as error:
+        FLOWER_LOGGER.error("%s raised an exception", "ServerApp", exc_info=error)  # as Flower does
+    FLOWER_LOGGER.removeHandler(said)
+    FLOWER_LOGGER.filters.clear()
+    (line,) = said.stream.getvalue().splitlines()
+    assert line.startswith("fedflat: set: local affects the clients")
 
 
 def test_memory_stays_with_the_client(loopback, deployed, small):

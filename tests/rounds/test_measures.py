@@ -296,7 +296,7 @@ def fingerprint(result):
     [(mlp, "fedavg"), (mlp, "fedsol"), (mlp, "fedsol(scope='head') + man(0.1)"), (normalised, "feddyn")],
 )
 def test_measures_do_not_change_a_bit_of_what_is_trained(digits, build, method):
-    settings = dict(rounds=3, cohort=5, batch=0, epochs=2, momentum=0.5)
+    settings = dict(rounds=2, cohort=4, batch=0, epochs=2, momentum=0.5)
     runs = [
         train(digits, build(), method, **settings, measures=measures, engine=engine)
         for measures, engine in (([], "inline"), (ALL, "inline"), (ALL, "pool"))
@@ -330,7 +330,7 @@ def test_for_least_squares_the_sharpness_is_that_of_all_inputs_in_every_round(re
 
 @pytest.mark.parametrize(("build", "method"), [(mlp, "fedsol"), (normalised, "feddyn")])
 def test_sharpness_does_not_depend_on_engine_or_workers_nor_change_a_bit_of_the_training(digits, build, method):
-    settings = dict(rounds=3, cohort=5, momentum=0.5)
+    settings = dict(rounds=2, cohort=4, momentum=0.5)
     plain = train(digits, build(), method, engine="inline", **settings)
     assert not any("lambda1" in record for record in plain.history)
     engines = (dict(engine="inline"), dict(engine="pool", workers=1), dict(engine="pool", workers=2))
@@ -487,7 +487,7 @@ def test_what_clients_are_asked_is_measured_where_the_round_is_evaluated_and_at_
 
 @pytest.mark.parametrize(("build", "method"), [(mlp, "fedsmoo"), (normalised, "fedavg")])
 def test_what_clients_are_asked_is_the_same_to_the_bit_for_any_number_of_workers(digits, build, method):
-    settings = dict(rounds=3, cohort=5, measures=ALL, sharpness=3, sharpness_samples=50)
+    settings = dict(rounds=2, cohort=4, measures=ALL, sharpness=2, sharpness_samples=50)
     engines = (dict(engine="inline"), dict(engine="pool", workers=1), dict(engine="pool", workers=3))
     runs = [train(digits, build(), method, **settings, **each) for each in engines]
     for name in ("gradient", "margin", "local_sharpness", "averaged_sharpness", "global_sharpness", "lambda1"):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fedflat
+import forking
 from fedflat.errors import RecipeError, RunError
 from fedflat.federation.augment import normalise
 from fedflat.models import MODELS, Normalised, build
@@ -28,6 +29,7 @@ from fedflat.recipe import load
 from fedflat.runs.build import load_run, prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.export import Signature, export, onnx_bytes
+from forking import without_fedflat
 
 QUICK = ["server.rounds=3", "engine=inline", "local.epochs=1", "checkpoint.every=1"]
 
@@ -48,7 +50,11 @@ def exported(run):
     return {path.name: path for path in export(run)}
 
 
-def executed(card):
+def in_a_new_process(code, folder):
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def executed(card, by=without_fedflat):
     """What each piece of the card's Python takes and gives, in a process of its own in which there is no fedflat."""
     pieces = re.findall(r"```python\n(.*?)```", card.read_text("utf-8"), re.S)
     name = next(name for name in ("images", "tokens", "inputs") if f"{name} = " in pieces[0])
@@ -56,7 +62,8 @@ def executed(card):
     for number, piece in enumerate(pieces):
         keep = f'np.savez("kept{number}.npz", inputs=np.asarray({name}), logits=np.asarray(logits))'
         whole += f"{piece}\nimport numpy as np\n{keep}\n"
-    subprocess.run([sys.executable, "-c", whole], cwd=card.parent, check=True, timeout=120)
+    done = by(whole, card.parent)
+    assert done.returncode == 0, done.stderr
     kept = [np.load(card.parent / f"kept{number}.npz") for number in range(len(pieces))]
     return [(torch.from_numpy(file["inputs"]), torch.from_numpy(file["logits"])) for file in kept]
 
@@ -103,7 +110,7 @@ def test_a_network_of_others_gets_its_normalisation_and_one_without_stays_alone(
 
 
 def test_the_cards_python_runs_without_fedflat_and_gives_the_models_answers(run, exported):
-    pytorch, runtime = executed(exported["README.md"])
+    pytorch, runtime = executed(exported["README.md"], in_a_new_process)
     for inputs, logits in (pytorch, runtime):
         assert inputs.shape == (4, 1, 8, 8)
         torch.testing.assert_close(logits, answer(run, inputs), rtol=0, atol=1e-5)
@@ -148,12 +155,15 @@ SMALL = {
 }  # fmt: skip
 
 
+WINDOW = 5  # an LSTM is unrolled over it, and ONNX takes its time for every step
+
+
 @pytest.mark.parametrize("network", SMALL)
 def test_a_run_on_text_is_read_again_and_exported_with_its_card(network, tmp_path):
     """Labels are those of whole windows or of every token; recipes do not say which, because the data do."""
     texts = [{"text": f"the quick brown fox number {n} jumps over the lazy dog", "client": n % 4} for n in range(24)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    data = ["data.name=jsonl", f"data.dir={tmp_path / 'texts.jsonl'}", "data.window=12", "data.stride=12"]
+    data = ["data.name=jsonl", f"data.dir={tmp_path / 'texts.jsonl'}", f"data.window={WINDOW}", f"data.stride={WINDOW}"]
     recipe = load(None, [*QUICK, "split.name=natural", "split.clients=0", *data, *SMALL[network]])
     trained = execute(prepare(recipe), tmp_path / "run")
     again = load_run(tmp_path / "run")
@@ -163,8 +173,8 @@ def test_a_run_on_text_is_read_again_and_exported_with_its_card(network, tmp_pat
     files = {path.name: path for path in export(tmp_path / "run")}
     vocabulary, every = again.federation.dataset.vocabulary, again.task.output == "tokens"
     for given, logits in executed(files["README.md"]):
-        assert given.dtype == torch.int64 and given.shape == (4, 12) and int(given.max()) < vocabulary
-        assert logits.shape == ((4, 12, vocabulary) if every else (4, vocabulary))
+        assert given.dtype == torch.int64 and given.shape == (4, WINDOW) and int(given.max()) < vocabulary
+        assert logits.shape == ((4, WINDOW, vocabulary) if every else (4, vocabulary))
         torch.testing.assert_close(logits, again.network.module(given).detach(), rtol=0, atol=1e-5)
 
 
@@ -226,8 +236,8 @@ def test_an_export_reads_text_and_names_what_it_predicts(network, kind, tmp_path
     assert front["pipeline_tag"] == ("text-classification" if kind == "label" else "text-generation")
     (tmp_path / "shared" / "texts.json").write_text(json.dumps(texts))
     out = "json.dump([tokens.tolist(), predicted], open('told.json', 'w'))"
-    whole = f"import sys\nsys.modules['fedflat'] = None\n{piece}\n{out}"
-    subprocess.run([sys.executable, "-c", whole], cwd=tmp_path / "shared", check=True, timeout=120)
+    done = without_fedflat(f"{piece}\n{out}", tmp_path / "shared")
+    assert done.returncode == 0, done.stderr
     tokens, predicted = json.loads((tmp_path / "shared" / "told.json").read_text())
     assert tokens == samples.inputs.tolist()
     with torch.no_grad():
@@ -368,8 +378,7 @@ def test_a_missing_package_is_named(run, tmp_path, monkeypatch):
 
 
 def test_the_command_lists_what_it_wrote_and_says_nothing_else(run, tmp_path):
-    command = [sys.executable, "-m", "fedflat.cli", "export", run, "-o", "out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = forking.fedflat("export", str(run), "-o", "out", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     named = [line.split()[0] for line in done.stdout.splitlines()]
     assert {*named} == {f"out/{path.name}" for path in (tmp_path / "out").iterdir()}

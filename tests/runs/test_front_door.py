@@ -2,8 +2,6 @@
 
 import inspect
 import logging
-import os
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from typing import get_type_hints
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 
 import fedflat
+import forking
 from fedflat import Part, Result, federate, train
 from fedflat.errors import RecipeError, RunError, TrainingError
 from fedflat.recipe import Recipe, load, section_fields
@@ -173,11 +172,9 @@ def test_the_command_line_goes_on_with_a_run_of_python_as_python_would(tmp_path)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     whole = train(arrays(), net, out=tmp_path / "whole", rounds=3, engine="inline")
     train(arrays(), net, out=tmp_path / "run", **QUICK)
-    environment = os.environ | {"COLUMNS": "160"}
 
     def fedflat(*arguments):
-        command = [sys.executable, "-m", "fedflat.cli", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        done = forking.fedflat(*arguments, cwd=tmp_path, COLUMNS="160")
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -4,8 +4,6 @@ import hashlib
 import json
 import math
 import shutil
-import subprocess
-import sys
 from copy import deepcopy
 from dataclasses import asdict, replace
 from itertools import cycle
@@ -19,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import forking
 from fedflat import Augment, train
 from fedflat.cli import app
 from fedflat.errors import FedflatError, RecipeError, RunError, TrainingError
@@ -495,8 +494,7 @@ def personalize(*arguments):
 
 def test_the_command_gives_a_row_for_each_run_and_epochs_and_writes_every_client(copies):
     arguments = ["fedavg", "fedbabu", "--epochs", "1", "2", "--epochs", "0", "--size", "3", "--json"]
-    command = [sys.executable, "-m", "fedflat.cli", "personalize", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = forking.fedflat("personalize", *arguments)
     assert done.returncode == 0, done.stderr
     assert [(row["run"], row["how"], row["epochs"]) for row in json.loads(done.stdout)] == [
         (run, "finetune", epochs) for run in ("fedavg", "fedbabu") for epochs in (0, 1, 2)

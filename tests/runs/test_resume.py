@@ -4,27 +4,24 @@ import contextlib
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from fedflat import train
-from fedflat.cli import main
 from fedflat.errors import RunError, TrainingError
 from fedflat.recipe import load
 from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.manifest import verified
+from forking import Command, until
 
 CRASH = Path(__file__).parents[2] / "benchmarks" / "crash.py"
 TINY = ["model.hidden=[8]", "split.clients=6", "server.cohort=3", "server.rounds=5", "checkpoint.every=2",
         "local.steps=3"]  # fmt: skip
-PATIENCE = 60.0  # seconds, against hanging only
 HELD = '''
 import time
 from pathlib import Path
@@ -44,40 +41,8 @@ class Held(nn.Module):
         return self.layer(x.flatten(1))
 '''
 
-outcome = runpy.run_path(str(CRASH))["outcome"]
-
-
-class Command:
-    """`fedflat …` in a process of its own, forked so that what it imports is there already."""
-
-    def __init__(self, folder, *arguments):
-        self.said = folder / f"said-{time.monotonic_ns()}.txt"
-        self._process = get_context("fork").Process(target=self._main, args=(folder, [*map(str, arguments)]))
-        self._process.start()
-
-    def _main(self, folder, arguments):
-        os.setsid()
-        os.chdir(folder)
-        sys.stdout = sys.stderr = self.said.open("w", buffering=1)
-        sys.argv = ["fedflat", *arguments]
-        main()
-
-    def signal(self, number):
-        """As they come: an interrupt from the terminal to all processes, the others to the one that was started."""
-        (os.killpg if number == signal.SIGINT else os.kill)(self._process.pid, number)
-
-    @property
-    def runs(self):
-        return self._process.is_alive()
-
-    def ended(self):
-        """The exit code, and all that was said."""
-        self._process.join(PATIENCE)
-        return self._process.exitcode, self.said.read_text()
-
-    def close(self):
-        self._process.kill()
-        self._process.join()
+crash = runpy.run_path(str(CRASH))
+outcome = crash["outcome"]
 
 
 @pytest.fixture
@@ -93,13 +58,6 @@ def fedflat(tmp_path, digits):
     yield start
     for command in started:
         command.close()
-
-
-def until(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def lines(folder):
@@ -138,11 +96,10 @@ def cut_after(round):
     return callback
 
 
-def test_runs_that_were_killed_end_as_if_nothing_had_happened():
-    command = [sys.executable, str(CRASH), "--kills", "8"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 of 8 equal" in done.stdout
+def test_runs_that_were_killed_end_as_if_nothing_had_happened(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["crash.py", "--kills", "8"])
+    assert crash["main"]() == 0, capsys.readouterr().out
+    assert "8 of 8 equal" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -306,19 +263,14 @@ def test_skipped_rounds_in_a_row_are_counted_across_an_interruption(tmp_path):
     assert lines(tmp_path) == 3
 
 
-def test_a_signal_to_the_whole_group_as_batch_systems_send_it_costs_no_client(tmp_path):
+def test_a_signal_to_the_whole_group_as_batch_systems_send_it_costs_no_client(fedflat, tmp_path):
     arguments = ["--set", "server.rounds=200", "engine.workers=2", "engine.group=1", "checkpoint.every=1"]
-    command = [sys.executable, "-m", "fedflat.cli", "run", *arguments, "--out", "run"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    run = fedflat("run", *arguments, "--out", "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGTERM)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 143, said
+    until(lambda: metrics.exists() and metrics.stat().st_size)
+    os.killpg(run.pid, signal.SIGTERM)
+    code, said = run.ended()
+    assert code == 143, said
     assert "continue with: fedflat resume run" in said
     assert "refused" not in metrics.read_text()
 
@@ -336,7 +288,7 @@ def test_a_run_whose_every_round_is_skipped_has_trained_nothing_and_says_so(fedf
 def test_workers_do_not_outlive_a_killed_server_not_even_within_a_local_round(fedflat, tmp_path):
     run = fedflat(*held("server.rounds=100000", "engine=pool"), "--out", "run")
     hold(tmp_path)
-    group = run._process.pid
+    group = run.pid
     assert len(members(group)) == 3
     run.signal(signal.SIGKILL)
     run.ended()

@@ -2,14 +2,10 @@
 
 import csv
 import json
-import os
 import re
 import signal
-import sys
-import time
 from dataclasses import replace
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedflat import trusted
-from fedflat.cli import app, main
+from fedflat.cli import app
 from fedflat.errors import RecipeError, RunError
 from fedflat.methods.parser import parse, spell
 from fedflat.recipe import load
@@ -36,6 +32,7 @@ from fedflat.runs.sweep import (
 )
 from fedflat.runs.sweep.overrides import flattened
 from fedflat.runs.sweep.results import columns, finished, mean_and_std, read_rows, save_result
+from forking import Command, until
 
 PATIENCE = 120  # seconds, against hanging only
 GRID = """
@@ -487,37 +484,6 @@ def test_what_counts_as_done_is_done_with_this_very_recipe(tmp_path):
         assert not finished(tmp_path, next(p for p in changed if p.slug == point.slug))
 
 
-class Command:
-    """`fedflat …` in a process of its own, forked so that what it imports is there already."""
-
-    def __init__(self, folder, *arguments):
-        self._said = folder / f"said-{time.monotonic_ns()}.txt"
-        self._process = get_context("fork").Process(target=self._main, args=(folder, arguments))
-        self._process.start()
-
-    def _main(self, folder, arguments):
-        os.chdir(folder)
-        os.environ["COLUMNS"] = "140"
-        sys.stdout = sys.stderr = self._said.open("w", buffering=1)
-        sys.argv = ["fedflat", *arguments]
-        main()
-
-    def interrupt(self):
-        os.kill(self._process.pid, signal.SIGINT)
-
-    def ended(self):
-        """The exit code, and all that was said."""
-        self._process.join(PATIENCE)
-        return self._process.exitcode, self._said.read_text()
-
-
-def until(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def curve(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
@@ -538,9 +504,9 @@ def test_a_sweep_that_is_stopped_goes_on_by_the_same_command_past_a_run_that_fai
     """
     sweep = load_sweep(written(tmp_path, text))
     (tmp_path / "hold").touch()
-    first = Command(tmp_path, "sweep", "mine.toml", "--trust", "--only", "local.lr=0.1")
+    first = Command(tmp_path, "sweep", "mine.toml", "--trust", "--only", "local.lr=0.1", COLUMNS="140")
     until((tmp_path / "waits").exists)
-    first.interrupt()
+    first.signal(signal.SIGINT)
     log = tmp_path / "sweeps/mine/lr=0.1/log.txt"
     until(lambda: "stopping after this round is finished and saved" in log.read_text())
     (tmp_path / "hold").unlink()
@@ -550,7 +516,7 @@ def test_a_sweep_that_is_stopped_goes_on_by_the_same_command_past_a_run_that_fai
     folder = tmp_path / "sweeps/mine"
     assert len(curve(folder / "lr=0.1")) == 2
 
-    code, said = Command(tmp_path, "sweep", "mine.toml", "--trust", "--jobs", "1").ended()
+    code, said = Command(tmp_path, "sweep", "mine.toml", "--trust", "--jobs", "1", COLUMNS="140").ended()
     assert (code, "Traceback" in said) == (5, False)
     assert "lr=1000000000.0: " in said and "lower local.lr" in said
     assert "1 of 2 runs failed; see sweeps/mine/lr=1000000000.0/log.txt" in said

@@ -3,12 +3,10 @@
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from fedflat.recipe import Recipe, load
 from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.trackers import Trackers, check_trackers, parameters
+from forking import Command, until
 
 QUICK = ["engine=inline", "checkpoint.every=3", "local.epochs=1"]
 HERE = bool(find_spec("wandb"))
@@ -117,19 +116,14 @@ def test_a_run_that_crashed_goes_on_in_the_same_tracks_and_writes_no_round_twice
 
 
 def test_a_killed_process_and_its_successor_write_each_round_once(tmp_path):
-    command = [sys.executable, "-m", "fedflat.cli"]
     options = ["--set", "trackers=tensorboard", *QUICK, "engine.workers=1"]
-    begun = subprocess.Popen(
-        [*command, "run", "--out", "run", *options, "server.rounds=2000"], cwd=tmp_path, stdout=subprocess.DEVNULL
-    )
-    metrics, end = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 7) and time.monotonic() < end:
-        time.sleep(0.02)
-    begun.send_signal(signal.SIGKILL)
-    begun.wait(30)
+    begun = Command(tmp_path, "run", "--out", "run", *options, "server.rounds=2000")
+    metrics = tmp_path / "run/metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 7)
+    begun.close()
     rounds = metrics.read_bytes().count(b"\n") + 2
-    resumed = [*command, "resume", "run", "--set", f"server.rounds={rounds}"]
-    subprocess.run(resumed, cwd=tmp_path, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    code, said = Command(tmp_path, "resume", "run", "--set", f"server.rounds={rounds}").ended()
+    assert code == 0, said
     assert steps(tmp_path / "run") == [*range(1, rounds + 1)]
 
 

@@ -32,7 +32,7 @@ def methods(
         print(json.dumps(everything, indent=2))
         return
     table = Table(
-        "method", "idea", "paper", "down/up", "kept", "passes", title="cost in model sizes, and passes a step"
+        "method", "idea", "paper", "down/up", "kept", "passes", title="cost in model sizes, and passes per step"
     )
     for facts in everything:
         cost = facts["cost"]
@@ -55,7 +55,7 @@ def _print_method(facts: dict[str, Any]) -> None:
     out.print("cost", style="bold")
     out.print(
         f"  {cost['down']} model sizes down, {cost['up']} up, {cost['client']} kept by a client, {cost['server']} by "
-        f"the server; {cost['gradients']} gradients a step, {cost['forwards']} further forward passes"
+        f"the server; {cost['gradients']} gradients per step, {cost['forwards']} extra forward passes"
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+
+from fedflat.errors import FedflatError
 
 if TYPE_CHECKING:
     from fedflat.flower.own import DataHook
@@ -29,6 +32,7 @@ def server_app(recipe: str | Path | Recipe, data: DataHook | None = None) -> Ser
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
+        logging.getLogger("flwr").addFilter(OneSentence())
         from fedflat.flower.service import changed, serve
 
         config = context.run_config
@@ -37,3 +41,14 @@ def server_app(recipe: str | Path | Recipe, data: DataHook | None = None) -> Ser
         serve(grid, chosen, Path(str(config.get("out", "run"))), data, keys)
 
     return app
+
+
+class OneSentence(logging.Filter):
+    """Flower logs what a ServerApp raises with its traceback. A mistake of the user is logged as its sentence alone."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep every record, and shorten those of a `FedflatError`."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, FedflatError):
+            record.msg, record.args, record.exc_info = f"fedflat: {error}", None, None
+        return True

@@ -108,13 +108,16 @@ class Range:
 
     def __str__(self) -> str:
         if self.choices:
-            return " or ".join(map(repr, self.choices))
+            *others, last = map(repr, self.choices)
+            return f"{', '.join(others)} or {last}" if others else last
         if self.kind is bool:
             return "true or false"
         number = "a whole number" if self.kind is int else "a number"
         if math.isinf(self.high):
             return number if math.isinf(self.low) else f"{number} {'>' if self.open_low else '≥'} {self.low:g}"
-        return f"{number} {'above' if self.open_low else 'from'} {self.low:g} to {self.high:g}"
+        if self.open_low:
+            return f"{number} > {self.low:g} and ≤ {self.high:g}"
+        return f"{number} from {self.low:g} to {self.high:g}"
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,12 @@ def flatness_cells(row: Mapping[str, Any]) -> dict[str, str]:
     """The cells of one run's column, by row name."""
     spectrum = row["spectrum"]
     values, residual = spectrum["eigenvalues"], max(spectrum["residuals"])
-    missing = f"– ({spectrum.get('ratio_missing')})"
+    ratio = f"– ({spectrum.get('ratio_missing')})" if spectrum["ratio"] is None else f"{spectrum['ratio']:.3g}"
     cells = {
         "samples": str(row["samples"]),
         "λ1": f"{values[0]:.4g}",
         **({"sharpness, adaptive (scale-invariant)": f"{row['adaptive_sharpness']:.3g}"} if "loss" in row else {}),
-        f"λ1/λ{len(values)}": missing if spectrum["ratio"] is None else f"{spectrum['ratio']:.3g}",
+        **({f"λ1/λ{len(values)}": ratio} if len(values) > 1 else {}),
         "‖Hv−λv‖/λ1, largest": f"{residual / abs(values[0]):.0e}" if values[0] else "–",
         "trace [95 %]": _estimate(spectrum["trace"]),
         f"{PRODUCTS.get(spectrum.get('matrix'), 'Hessian')} products": str(spectrum["products"]),

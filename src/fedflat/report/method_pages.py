@@ -38,11 +38,11 @@ def page(facts: dict[str, Any], runs: Sequence[Studied] = ()) -> str:
         "",
         "## Cost",
         "",
-        "| down | up | kept by a client | kept by the server | gradients a step | further forward passes |",
+        "| down | up | kept by a client | kept by the server | gradients per step | extra forward passes |",
         "|---|---|---|---|---|---|",
         "| " + " | ".join(str(cost[key]) for key in ("down", "up", "client", "server", "gradients", "forwards")) + " |",
         "",
-        "The first four in model sizes.",
+        "The first four columns are in model sizes: 1 is one vector with all weights.",
         "",
         *section(facts["name"], runs),
     ]
