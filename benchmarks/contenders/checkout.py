@@ -1,9 +1,12 @@
 """One run of another checkout's `ours.py`, by a clock that is the same for all checkouts.
 
     PYTHONPATH=CHECKOUT/src python contenders/checkout.py CHECKOUT SPEC.json [method=fedsam] …
+    PYTHONPATH=CHECKOUT/src python contenders/checkout.py --count CHECKOUT SPEC.json …
 
 The last line of the output has the seconds of each round, and the processor time of all processes over the rounds after
-the first. The clock does nothing between rounds: whatever it did there would cool the workers' caches.
+the first. The clock does nothing between rounds: whatever it did there would cool the workers' caches. With `--count`,
+all clients train in this process, and the line has what a round after the first does: operations of torch, elements of
+their results (without views), and calls of Python and C functions. These numbers are the same on a busy machine.
 """
 
 import json
@@ -13,6 +16,11 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+VIEWS = ("view", "t", "expand", "slice", "select", "detach", "alias", "as_strided", "split", "split_with_sizes")
 
 
 def cpu_seconds() -> float:
@@ -40,12 +48,60 @@ class Clock:
         print(json.dumps({"seconds": self._seconds, "cpu_seconds": self._cpu}), flush=True)
 
 
+class Operations(TorchDispatchMode):
+    """Counts torch's operations and the elements that they write."""
+
+    count = elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.count += 1
+        if isinstance(result, torch.Tensor) and function.__name__.partition(".")[0] not in VIEWS:
+            self.elements += result.numel()
+        return result
+
+
+class Counter:
+    """In place of a stopwatch: even rounds count operations, odd ones calls, which each would disturb the other."""
+
+    def __init__(self, job: Any) -> None:
+        self._round, self._rounds, self._operations, self._calls = 0, len(job.cohorts), Operations(), 0
+
+    def _called(self, frame: object, event: str, argument: object) -> None:
+        self._calls += event in ("call", "c_call")
+
+    def lap(self, weights: object) -> None:
+        sys.setprofile(None)
+        if self._round and self._round % 2 == 0:
+            self._operations.__exit__(None, None, None)
+        self._round += 1
+        if self._round < self._rounds and self._round % 2 == 0:
+            self._operations.__enter__()
+        elif self._round < self._rounds:
+            sys.setprofile(self._called)
+
+    def report(self, *_: object, **__: object) -> None:
+        even, odd = (self._rounds - 1) // 2, self._rounds // 2
+        found = {"operations": self._operations.count / even, "elements": self._operations.elements / even}
+        print(json.dumps({**found, "calls": self._calls / odd}), flush=True)
+
+
 def main() -> None:
-    checkout = Path(sys.argv.pop(1))
-    sys.path[0] = str(checkout / "benchmarks/contenders")
+    counting = "--count" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--count"]
+    sys.path[0] = str(Path(sys.argv.pop(1)) / "benchmarks/contenders")
     import ours
 
-    ours.Stopwatch = Clock  # type: ignore[misc,assignment]
+    ours.Stopwatch = Counter if counting else Clock  # type: ignore[misc,assignment]
+    if counting:
+        recipe_of = ours.recipe_of
+
+        def inline(*facts: Any) -> Any:
+            recipe = recipe_of(*facts)
+            return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"name": "inline"})})
+
+        ours.recipe_of = inline
+        torch.set_num_threads(1)
     ours.main()
 
 
