@@ -30,6 +30,8 @@ EQUIVALENT = [
     ("methods/parts/proximal.py", "ProximalStep.ascent", "→ self.anchor - slope.weights", "|w − w_g| is taken of it"),
     ("methods/parts/protection.py", "Privacy.drawn", "→ generator('privacy', seed, round, client)",
      "another random stream"),
+    ("local/rule.py", "LocalRule.generator", "→ generator(f'part", "another random stream"),
+    ("local/rule.py", "LocalRule.outcome", "1.0 → 0", "the loss of an example, which nothing depends on"),
     ("methods/uploads.py", "Uploads.named", "'norm' in vars(upload)", COSTS),
     ("methods/uploads.py", "_Total.uploads", "1 → 0", "without uploads the sum has no entry to divide"),
     ("methods/uploads.py", "_Total.uploads", "total or 1 → total", "without uploads the sum has no entry to divide"),

@@ -11,9 +11,9 @@ own and runs the tests that call it, the fast ones first, until one fails. A tes
 kills the mutant.
 
 The results are JSON lines. A second call with the same file goes on where the first one ended, and tries the survivors
-again; so a first call may use few fast tests (`--tests`, `--slow`) and a second one all. What the tests call is kept
-beside them, for as long as the test's file does not change. Prints Markdown tables. Exits 1 if a mutant survives that
-is not in `EQUIVALENT`.
+again; so a first call may use few fast tests (`--tests`, `--slow`, `--patience`) and a second one all. What the tests
+call is kept beside them, for as long as the test's file does not change. Prints Markdown tables. Exits 1 if a mutant
+survives that is not in `EQUIVALENT`.
 """
 
 import argparse
@@ -263,8 +263,8 @@ def mutants(module: str) -> list[Mutant]:
 class Laboratory:
     """A pytest plugin that runs the tests once as they are, and then some of them on every mutant."""
 
-    def __init__(self, todo: list[Mutant], results: Path, jobs: int, slow: float) -> None:
-        self.todo, self.results, self.jobs, self.slow = todo, results, jobs, slow
+    def __init__(self, todo: list[Mutant], results: Path, jobs: int, slow: float, patience: float) -> None:
+        self.todo, self.results, self.jobs, self.slow, self.patience = todo, results, jobs, slow, patience
         self.files = {str(PACKAGE / mutant.module) for mutant in todo}
         self.seen = recorded(results.with_suffix(".tests"))
         self.seconds: dict[pytest.Item, float] = {}
@@ -338,6 +338,8 @@ class Laboratory:
         try:
             mutant.install(self.functions)
             for item in items:
+                if time.process_time() > self.patience:
+                    break
                 # Processor time, so that a busy machine or a frozen process kills no mutant.
                 signal.setitimer(signal.ITIMER_PROF, 10 + 10 * self.seconds[item])
                 signal.alarm(HANG)
@@ -393,6 +395,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--slow", type=float, default=5.0, help="leave out tests that take longer (seconds)")
+    parser.add_argument("--patience", type=float, default=float("inf"), help="seconds of all tests of one mutant")
     parser.add_argument(
         "--tests", nargs="+", help="other tests than those that belong to the modules, such as few fast ones"
     )
@@ -413,7 +416,8 @@ def main() -> int:
         torch.set_num_threads(1)
         quickly = ["-qq", "--no-header", "--no-summary", "--tb=no", "--assert=plain"]
         arguments = [*quickly, *(str(ROOT / test) for test in tests)]
-        pytest.main(arguments, plugins=[Laboratory(todo, options.results, options.jobs, options.slow)])
+        laboratory = Laboratory(todo, options.results, options.jobs, options.slow, options.patience)
+        pytest.main(arguments, plugins=[laboratory])
     known = recorded(options.results)
     records = [known[mutant.key] for mutant in chosen if mutant.key in known]
     table(records)
