@@ -268,6 +268,7 @@ class Laboratory:
         self.files = {str(PACKAGE / mutant.module) for mutant in todo}
         self.seen = recorded(results.with_suffix(".tests"))
         self.seconds: dict[pytest.Item, float] = {}
+        self.breadth: dict[pytest.Item, int] = {}
         self.callers: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
         self.screen = os.fdopen(os.dup(2), "w")  # pytest captures the other one
 
@@ -307,9 +308,9 @@ class Laboratory:
         return True
 
     def effort(self, mutant: Mutant, item: pytest.Item) -> float:
-        """Low for the tests that come first: they are fast, or have killed other mutants of the module."""
+        """Low for the tests that come first: fast ones about few functions, or that killed others of the module."""
         kills = float(self.kills[self.rows[str(PACKAGE / mutant.module)], self.order[item]])
-        return (0.01 + self.seconds[item]) / (1 + kills) ** 2
+        return (0.01 + self.seconds[item]) * self.breadth[item] / (1 + kills) ** 2
 
     def observe(self, item: pytest.Item, key: str) -> dict:
         """Run a test as it is, and write down which functions it calls and how long it takes."""
@@ -328,7 +329,7 @@ class Laboratory:
         if record["fails"]:
             self.screen.write(f"{item.nodeid} fails as it is, and is left out\n")
             return
-        self.seconds[item] = record["seconds"]
+        self.seconds[item], self.breadth[item] = record["seconds"], len(record["calls"])
         for path, name in record["calls"]:
             if path in self.files:
                 self.callers[path, name].append(item)
