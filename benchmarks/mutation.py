@@ -11,9 +11,9 @@ own and runs the tests that call it, the fast ones first, until one fails. A tes
 kills the mutant.
 
 The results are JSON lines. A second call with the same file goes on where the first one ended, and tries the survivors
-again; so a first call may use few fast tests (`--tests`, `--slow`) and a second one all. What the tests call is kept
-beside them, for as long as the test's file does not change. Prints Markdown tables. Exits 1 if a mutant survives that
-is not in `EQUIVALENT`.
+again; so a first call may use few fast tests (`--tests`, `--slow`, `--patience`) and a second one all. What the tests
+call is kept beside them, for as long as the test's file does not change. Prints Markdown tables. Exits 1 if a mutant
+survives that is not in `EQUIVALENT`.
 """
 
 import argparse
@@ -263,11 +263,12 @@ def mutants(module: str) -> list[Mutant]:
 class Laboratory:
     """A pytest plugin that runs the tests once as they are, and then some of them on every mutant."""
 
-    def __init__(self, todo: list[Mutant], results: Path, jobs: int, slow: float) -> None:
-        self.todo, self.results, self.jobs, self.slow = todo, results, jobs, slow
+    def __init__(self, todo: list[Mutant], results: Path, jobs: int, slow: float, patience: float) -> None:
+        self.todo, self.results, self.jobs, self.slow, self.patience = todo, results, jobs, slow, patience
         self.files = {str(PACKAGE / mutant.module) for mutant in todo}
         self.seen = recorded(results.with_suffix(".tests"))
         self.seconds: dict[pytest.Item, float] = {}
+        self.breadth: dict[pytest.Item, int] = {}
         self.callers: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
         self.screen = os.fdopen(os.dup(2), "w")  # pytest captures the other one
 
@@ -307,9 +308,9 @@ class Laboratory:
         return True
 
     def effort(self, mutant: Mutant, item: pytest.Item) -> float:
-        """Low for the tests that come first: they are fast, or have killed other mutants of the module."""
+        """Low for the tests that come first: fast ones about few functions, or that killed others of the module."""
         kills = float(self.kills[self.rows[str(PACKAGE / mutant.module)], self.order[item]])
-        return (0.01 + self.seconds[item]) / (1 + kills) ** 2
+        return (0.01 + self.seconds[item]) * self.breadth[item] / (1 + kills) ** 2
 
     def observe(self, item: pytest.Item, key: str) -> dict:
         """Run a test as it is, and write down which functions it calls and how long it takes."""
@@ -328,7 +329,7 @@ class Laboratory:
         if record["fails"]:
             self.screen.write(f"{item.nodeid} fails as it is, and is left out\n")
             return
-        self.seconds[item] = record["seconds"]
+        self.seconds[item], self.breadth[item] = record["seconds"], len(record["calls"])
         for path, name in record["calls"]:
             if path in self.files:
                 self.callers[path, name].append(item)
@@ -338,6 +339,8 @@ class Laboratory:
         try:
             mutant.install(self.functions)
             for item in items:
+                if time.process_time() > self.patience:
+                    break
                 # Processor time, so that a busy machine or a frozen process kills no mutant.
                 signal.setitimer(signal.ITIMER_PROF, 10 + 10 * self.seconds[item])
                 signal.alarm(HANG)
@@ -393,6 +396,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--slow", type=float, default=5.0, help="leave out tests that take longer (seconds)")
+    parser.add_argument("--patience", type=float, default=float("inf"), help="seconds of all tests of one mutant")
     parser.add_argument(
         "--tests", nargs="+", help="other tests than those that belong to the modules, such as few fast ones"
     )
@@ -413,7 +417,8 @@ def main() -> int:
         torch.set_num_threads(1)
         quickly = ["-qq", "--no-header", "--no-summary", "--tb=no", "--assert=plain"]
         arguments = [*quickly, *(str(ROOT / test) for test in tests)]
-        pytest.main(arguments, plugins=[Laboratory(todo, options.results, options.jobs, options.slow)])
+        laboratory = Laboratory(todo, options.results, options.jobs, options.slow, options.patience)
+        pytest.main(arguments, plugins=[laboratory])
     known = recorded(options.results)
     records = [known[mutant.key] for mutant in chosen if mutant.key in known]
     table(records)

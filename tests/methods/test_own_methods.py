@@ -17,9 +17,11 @@ from typer.testing import CliRunner
 
 from fedflat import Method, models, train, trust
 from fedflat.cli import app
-from fedflat.methods import parse
+from fedflat.local import LocalRule
+from fedflat.methods import ServerView, parse
 from fedflat.methods.parts import LocalPrivacy, ProximalAscent
 from fedflat.models import Network
+from fedflat.randomness import Secret, generator
 from fedflat.recipe import Local
 from fedflat.rounds import Broadcast, Problem, Worker
 from own.fedvarp import FedVARP
@@ -174,6 +176,15 @@ def test_every_client_round_seed_and_purpose_has_draws_of_its_own(digits):
     rules = [problem_of(digits, RandomSAM(), seed).rule(r, c) for seed in (0, 1) for r in (0, 1) for c in (0, 1)]
     draws = {float(torch.rand(1, generator=rule.generator(name))) for rule in rules for name in ("a", "b")}
     assert len(draws) == 16
+
+
+@pytest.mark.parametrize("seed", [5, Secret(2**200 + 5)], ids=["seed", "secret"])
+def test_a_part_draws_from_all_bits_of_the_seed(seed):
+    weights = torch.zeros(3)
+    givers = {2: LocalRule(0.1, 1, seed=seed, round=3, client=2), 0: ServerView(weights, weights, 3, 4, seed=seed)}
+    for client, giver in givers.items():
+        expected = torch.rand(9, generator=generator(seed, "part/mine", 3, client))
+        assert torch.equal(torch.rand(9, generator=giver.generator("mine")), expected)
 
 
 def test_fedvarp_is_its_paper_and_with_everybody_there_fedavg(digits):

@@ -311,6 +311,19 @@ def test_the_ablations_of_table_6_are_the_plain_computation(make, form, source):
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("form", ["A1", "A4"])
+@pytest.mark.parametrize("scope", ["head", "body"])
+def test_an_ablation_perturbs_its_scope_alone(form, scope):
+    network, batch, anchor = task(mlp)
+    local, proximal = losses(network, batch, anchor)
+    w, rho, beta, both = network.weights.clone(), 0.7, 0.4, form == "A4"
+    direction = gradient(proximal, w) + (gradient(local, w) if both else 0)
+    there = w + of_length(within(network, direction, scope), rho)
+    expected = gradient(local, there) + (beta * gradient(proximal, there) if both else 0)
+    part = AblatedAscent(Distillation(3.0), rho, "fixed", scope, form=form, beta=beta)
+    torch.testing.assert_close(descent(part, network, batch, anchor), expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("form", ["A1", "A3", "A5"])
 @pytest.mark.parametrize("scope", ["all", "head", "body"])
 def test_an_ablation_notes_the_angle_of_its_step_and_the_proximal_gradient_within_the_scope(form, scope):

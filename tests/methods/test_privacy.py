@@ -26,6 +26,7 @@ from fedflat.methods.parts import CentralPrivacy, LocalPrivacy
 from fedflat.methods.uploads import Upload, collect
 from fedflat.models import build
 from fedflat.models.vector import Network
+from fedflat.randomness import Secret, generator
 from fedflat.recipe import Local, Server, validated
 from fedflat.rounds.accountant import ORDERS, ledger, pld_epsilon
 from fedflat.rounds.client import Worker
@@ -107,6 +108,12 @@ def test_rounds_clients_and_seeds_have_noise_of_their_own():
     correlation = torch.corrcoef(torch.stack(draws)) - torch.eye(4)
     assert correlation.abs().max() < 6 / math.sqrt(LONG)
     assert torch.equal(draws[0], part.drawn(torch.zeros(LONG), 0, 0, 0))
+
+
+@pytest.mark.parametrize("seed", [5, Secret(2**200 + 5)], ids=["seed", "secret"])
+def test_the_noise_comes_from_all_bits_of_the_seed(seed):
+    expected = 0.5 * 2.0 * torch.randn(9, generator=generator(seed, "privacy", 3, 2), dtype=torch.float64)
+    assert torch.equal(LocalPrivacy(2.0, 0.5).drawn(torch.zeros(9, dtype=torch.float64), seed, 3, 2), expected)
 
 
 def test_a_client_uploads_its_clipped_update_with_noise_and_nothing_of_the_true_one(digits):
