@@ -47,7 +47,7 @@ from fedflat.methods import chain
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "fedflat"
 STEPS = [
-    "tests/methods/test_parts.py",
+    "tests/methods/parts",
     "tests/local",
     "tests/methods/test_oracles.py",
     "tests/rounds/test_measures.py",
