@@ -157,6 +157,30 @@ def test_what_a_checkpoint_held_is_there_again_and_is_not_news(tmp_path):
     assert memory.changed == set()
 
 
+def test_several_clients_are_read_within_a_context_and_let_go_after_it(tmp_path, monkeypatch):
+    memory, gone = Memory(tmp_path, 3, SIZES, torch.float32), list[int]()
+    memory.keep(1, vectors(2.0))
+    monkeypatch.setattr(memory, "release", gone.extend)
+    with memory.reading([0, 1]) as found:
+        assert found[0] == {} and {name: row.tolist() for name, row in found[1].items()} == {
+            name: row.tolist() for name, row in vectors(2.0).items()
+        }
+        assert not gone
+    assert gone == [0, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="space cannot be reserved here")
+def test_space_is_reserved_once_for_a_row_that_is_never_freed_and_each_time_for_others(tmp_path, monkeypatch):
+    reserved = list[int]()
+    monkeypatch.setattr(os, "posix_fallocate", lambda file, start, size: reserved.append(size))
+    for size, times in (100, 1), (FREED, 2):
+        table = Table(tmp_path / f"{size}", 2, size, torch.uint8, sparse=True)
+        reserved.clear()
+        for _ in range(2):
+            table.reserve(1)
+        assert len(reserved) == times
+
+
 def test_stateless_clients_take_no_room_but_are_known(tmp_path):
     memory = Memory(tmp_path, 3, {"buffers": 0}, torch.float32)
     memory.keep(1, {})
