@@ -13,6 +13,7 @@ from fedflat.methods.parts import (
     ConsensusAscent,
     LookbackAscent,
     PrintedConsensus,
+    Proximal,
     ProximalAscent,
     RelaxedStart,
     SparingAscent,
@@ -25,9 +26,14 @@ WEIGHTS = torch.linspace(-1, 1, 43)
 @pytest.mark.parametrize(
     "part",
     [
-        *(Ascent(0), SparingAscent(0), AdaptiveAscent(0), LookbackAscent(0), ClientMomentum(1), ProximalAscent(rho=0)),
+        *(Ascent(0), SparingAscent(0), AdaptiveAscent(0), LookbackAscent(0), ClientMomentum(1), Proximal(0)),
         *(AblatedAscent(rho=0, form=form, beta=0) for form in ("A1", "A2", "A3", "A4", "A5", "A6")),
-        *(AblatedAscent(rho=0, form="A1", beta=1), AblatedAscent(form="A2", beta=0), AblatedAscent(form="A5", beta=0)),
+        *(
+            ProximalAscent(rho=0),
+            AblatedAscent(rho=0, form="A1", beta=1),
+            AblatedAscent(form="A2", beta=0),
+            AblatedAscent(form="A5", beta=0),
+        ),
     ],
     ids=repr,
 )
