@@ -9,8 +9,10 @@ from fedflat.methods.parts import (
     AblatedAscent,
     AdaptiveAscent,
     Ascent,
+    CentredClipping,
     ClientMomentum,
     ConsensusAscent,
+    Extrapolation,
     LookbackAscent,
     PrintedConsensus,
     Proximal,
@@ -54,6 +56,9 @@ def test_without_beta_a_client_starts_where_the_server_is():
     assert RelaxedStart(0).begin({"weights": WEIGHTS}, {"last": 2 * WEIGHTS}) is None
 
 
-def test_without_feedback_a_client_keeps_nothing():
+def test_without_feedback_or_momentum_a_client_keeps_nothing():
+    assert CentredClipping().first_memory(WEIGHTS) == {}
+    assert [*CentredClipping(beta=0.5).first_memory(WEIGHTS)] == ["momentum"]
+    assert Extrapolation(average=False).first_state(WEIGHTS) == {}, "nor does the server"
     assert TopK(0.1).first_memory(WEIGHTS) == {}
     assert [*TopK(0.1, feedback=True).first_memory(WEIGHTS)] == ["residual"]
