@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedflat.methods.example import example_rule
-from fedflat.methods.link import links_of
+from fedflat.methods.part import Wrapper
 from fedflat.methods.parts import (
     AblatedAscent,
     AdaptiveAscent,
@@ -12,8 +12,13 @@ from fedflat.methods.parts import (
     CentredClipping,
     ClientMomentum,
     ConsensusAscent,
+    Distillation,
+    DynamicDual,
     Extrapolation,
     LookbackAscent,
+    ModelContrast,
+    MovingTeacher,
+    NotTrueDistillation,
     PrintedConsensus,
     Proximal,
     ProximalAscent,
@@ -36,12 +41,15 @@ WEIGHTS = torch.linspace(-1, 1, 43)
             AblatedAscent(form="A2", beta=0),
             AblatedAscent(form="A5", beta=0),
         ),
+        *(Distillation(beta=0), NotTrueDistillation(beta=0), ModelContrast(0), MovingTeacher(0), DynamicDual(0)),
     ],
     ids=repr,
 )
 def test_the_rule_stays_as_it_is(part):
-    link, rule = links_of([part])[0], example_rule()
-    assert link.plan(rule, {"weights": WEIGHTS}, part.first_memory(WEIGHTS)) is rule
+    rule, sent = example_rule(), {"weights": WEIGHTS, "teacher": WEIGHTS}
+    planned = part.wrap if isinstance(part, Wrapper) else part.plan
+    own = (rule.blank(),) if isinstance(part, Wrapper) else ()
+    assert planned(rule, *own, sent, part.first_memory(WEIGHTS)) is rule
 
 
 @pytest.mark.parametrize("part", [ConsensusAscent(0), PrintedConsensus(0)], ids=repr)
