@@ -27,6 +27,7 @@ EQUIVALENT = [
      "before round 0 the average is w"),
     ("methods/parts/terms.py", "ActivationTerm._official", "0.0 → 1", "a constant has no gradient"),
     ("methods/parts/terms.py", "climbed", "→ along * v - image", "r and −r give the same plane"),
+    ("methods/parts/proximal.py", "WatchedStep.__call__", "0 → 1", "what a watched term returns is not used"),
     ("methods/parts/proximal.py", "ProximalStep.features", "False → True", COSTS),
     ("methods/parts/proximal.py", "ProximalStep.activations", "False → True", COSTS),
     ("local/slope.py", "Slope._sum", "parts[0] → torch.stack(parts).sum()", COSTS),
