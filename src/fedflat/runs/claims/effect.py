@@ -214,7 +214,7 @@ def _tau(pairs: Pairs) -> float:
 
 
 def _step(studies: Sequence[Sequence[Pairs]]) -> float:
-    """The distance between neighbouring values of τ, 4/(r(r − 1)) for r runs; the root of its mean square over seeds."""
+    """4/(r(r − 1)), the distance between values of τ of r runs; the root of its mean square over the seeds."""
     runs = [len(pairs) for study in studies for pairs in study]
     return math.sqrt(float(np.mean([(4 / (r * (r - 1))) ** 2 for r in runs]))) if runs else 0.0
 
