@@ -200,9 +200,10 @@ class Objective:
         return total
 
     def _told(self) -> Iterator[Batch]:
-        """The batches. Each is a sign of life, because with a large network even one pass takes long."""
+        """The batches with a label that counts. Each is a sign of life, because even one pass can take long."""
         for number, batch in enumerate(self.batches, start=1):
-            yield batch
+            if self.share(batch):
+                yield batch
             beat(f"batch {number} of {len(self.batches)}")
 
     def share(self, batch: Batch) -> float:
