@@ -3,7 +3,7 @@
     FEDFLAT_DATA=… python benchmarks/curvature.py [--repeats 9] [--images 2000] [--python ENV/bin/python]
 
 1. A Hessian product ÷ a gradient on the same batches, with kept graphs and without, at the initial weights.
-2. A point of a landscape of 25 × 25 ÷ a plain inference pass over the same 100 images in one batch.
+2. A point of a landscape of 25 × 25 ÷ a plain inference pass over the same 100 images in one batch, in turns.
 3. Seconds for every layer of a CNN of 4,500 weights, and for λ1 of a small ViT, on 200 images.
 4. The five largest eigenvalues and the trace of the FedAvg-CNN on CIFAR-10 images, after 200 steps of SGD, by fedflat,
    by curvlinops with SciPy's eigsh and by PyHessian, to the same tolerance 10⁻³, in one process. The other two get an
@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from engine import PACKAGES, TORCH, environment
 from fedflat import federate, models
 from fedflat.flatness import Hessian, Objective, filter_normalised, landscape, look, top_eigenvalues
+from fedflat.tasks import TokenLoss
 
-CASES = (("fedavg-cnn", "cifar10", 2.6), ("mlp", "mnist", 2.2), ("transformer", "tokens", 2.2))
+CASES = (("fedavg-cnn", "cifar10", 2.6), ("mlp", "mnist", 2.2), ("transformer", "tokens", 2.2), ("gpt", "tokens", 2.2))
 SECOND = Path(__file__).parent / "contenders" / "eigenvalues.py"
 SOURCES = Path(__file__).parents[1] / "src"
 PACKAGES["curvature"] = [
@@ -72,9 +73,12 @@ class Transformer(nn.Module):
 def objective(name: str, data: str, samples: int, batch: int) -> Objective:
     """The mean loss of an untrained network on the first training samples."""
     torch.manual_seed(0)
-    if name == "transformer":
+    if data == "tokens":
         tokens = torch.randint(0, 80, (samples, 65)).split(batch)
-        return Objective(Transformer(), F.cross_entropy, [(some[:, :-1], some[:, 1:]) for some in tokens])
+        batches = [(some[:, :-1], some[:, 1:]) for some in tokens]
+        if name == "gpt":
+            return Objective(models.build(name, (64,), 80, vocabulary=80, per_token=True), TokenLoss(), batches)
+        return Objective(Transformer(), F.cross_entropy, batches)
     federation = federate(data, "iid", 1)
     batches = [federation.held_out("train", start, start + batch) for start in range(0, samples, batch)]
     return Objective(models.build(name, federation.dataset.shape, 10), F.cross_entropy, batches)
@@ -84,7 +88,7 @@ def products_in_gradients(repeats: int) -> bool:
     """Print time of ∇²f·v ÷ time of ∇f for each case; whether all keep the bound."""
     jobs = {}
     for name, data, _ in CASES:
-        samples, batch = (64, 16) if name == "transformer" else (200, 100)
+        samples, batch = (64, 16) if data == "tokens" else (200, 100)
         f = objective(name, data, samples, batch)
         kept, v = Hessian(f), torch.randn(f.size, generator=torch.Generator().manual_seed(0))
         jobs |= {f"∇f {name}": f.gradient, f"kept {name}": lambda h=kept, v=v: h @ v}
@@ -100,22 +104,38 @@ def products_in_gradients(repeats: int) -> bool:
     return good
 
 
-def landscape_in_passes(repeats: int) -> bool:
+class Alternating(Objective):
+    """Makes a plain inference pass after each point of a landscape, and keeps the CPU time of both."""
+
+    def value(self) -> float:
+        found = super().value()
+        done = process_time()
+        self.points.append(done - self.begun)
+        with torch.no_grad():
+            for images, _ in self.batches:
+                self.module(images)
+        self.begun = process_time()
+        self.passes.append(self.begun - done)
+        return found
+
+    def surface(self, plane: Tensor) -> None:
+        self.points, self.passes = list[float](), list[float]()
+        self.begun = process_time()
+        landscape(self, plane, points=25)
+
+
+def landscape_in_passes() -> bool:
     """Print time of a point of a surface of 25 × 25 ÷ time of an inference pass; whether it keeps the bound."""
-    f = objective("fedavg-cnn", "cifar10", 100, 100)
-    plane, (images, _) = filter_normalised(f), f.batches[0]
-
-    @torch.no_grad()
-    def inference() -> None:
-        for _ in range(25 * 25):
-            f.module(images)
-
-    jobs = {"points": lambda: landscape(f, plane, points=25), "passes": inference}
-    seconds = interleaved(jobs, max(2, repeats // 3), process_time)
-    # The centre is evaluated once more.
-    middle, low, high = (part * 625 / 626 for part in ratio(seconds["points"], seconds["passes"]))
-    print(f"\n25 × 25 points: {middle:.2f} inference passes a point ({low:.2f}–{high:.2f}; bound: ≤ 1.1).", flush=True)
-    return middle <= 1.1
+    plain = objective("fedavg-cnn", "cifar10", 100, 100)
+    f = Alternating(plain.module, plain.loss, plain.batches)
+    f.surface(filter_normalised(f))
+    middle, low, high = ratio(f.points, f.passes)
+    whole = sum(f.points) / sum(f.passes)
+    print(
+        f"\n25 × 25 points: {whole:.3f} inference passes a point; median {middle:.3f} ({low:.3f}–{high:.3f}) over the "
+    )
+    print("points, each beside a pass of its own. Bound: ≤ 1.05.", flush=True)
+    return whole <= 1.05
 
 
 def examples() -> bool:
@@ -171,7 +191,7 @@ def main() -> int:
     torch.set_num_threads(1)
     parts = {
         "products": lambda: products_in_gradients(options.repeats),
-        "landscape": lambda: landscape_in_passes(options.repeats),
+        "landscape": landscape_in_passes,
         "examples": examples,
         "eigenvalues": lambda: beside_others(
             options.images, options.limit, options.others, options.python or environment("curvature")

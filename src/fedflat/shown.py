@@ -74,6 +74,7 @@ class Shown:
         """
         axes = axes_for(ax, *self.size)
         self.draw(axes)
+        axes.set_axisbelow(True)  # bars hide the lines of the grid
         return axes
 
     def save(self, path: str | PathLike[str]) -> None:

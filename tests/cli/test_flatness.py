@@ -138,6 +138,27 @@ def test_a_run_of_ones_own_transformer_has_second_derivatives(tmp_path, monkeypa
     assert [each["layer"] for each in layers] == ["layer.linear1", "layer.linear2", "head"]
 
 
+def test_a_run_of_a_gpt_has_all_three_matrices_and_its_layers(tmp_path, monkeypatch, fedflat, read):
+    """Its attention is fused in training, and every token has a label."""
+    monkeypatch.chdir(tmp_path)
+    Path("texts.jsonl").write_text(
+        "".join(f'{{"text": "fox {n} and the lazy dog", "client": {n % 2}}}\n' for n in range(24))
+    )
+    own = ("data.name=jsonl", "data.dir=texts.jsonl", "data.window=8", "data.stride=8", "data.predict=all",
+           "split.name=natural", "split.clients=0", "model.name=gpt", "model.width=8", "model.heads=2",
+           "model.layers=1", "server.rounds=1", "local.steps=1", "engine=inline")  # fmt: skip
+    code, _, complaint = fedflat("run", "--out", "run", *(text for one in own for text in ("--set", one)))
+    assert code == 0, complaint
+    found = {
+        matrix: read("flatness", "run", "--samples", 10, "--k", 1, "--products", 6, "--matrix", matrix)["runs"][0]
+        for matrix in ("hessian", "ggn", "fisher")
+    }
+    tops = {matrix: row["spectrum"]["eigenvalues"][0] for matrix, row in found.items()}
+    assert tops["fisher"] == pytest.approx(tops["ggn"], rel=1e-4) and tops["hessian"] > 0
+    layers = read("flatness", "run", "--samples", 10, "--k", 1, "--products", 6, "--layers")["runs"][0]["layers"]
+    assert {"head", "blocks.0.mlp.fc1"} <= {layer["name"] for layer in layers}
+
+
 def test_a_layers_block_has_its_bias_unless_it_is_left_out(runs, fedflat, read):
     arguments = ("flatness", "plain", *QUICK, "--k", 1, "--products", 6, "--layers")
     found = read(*arguments, "--no-bias")

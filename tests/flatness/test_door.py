@@ -15,7 +15,7 @@ from fedflat import flatness
 from fedflat.errors import DataError, FedflatError, RecipeError, TrainingError
 from fedflat.flatness import Objective, batches_of, look, objective_of
 from fedflat.flatness.dense import dense_hessian
-from fedflat.models import plain_attention
+from fedflat.models import twice_differentiable
 
 chance = torch.Generator().manual_seed(0)
 X = torch.randn(24, 5, generator=chance, dtype=torch.float64)
@@ -317,7 +317,7 @@ def test_attention_against_a_dense_hessian():
         named = {n: part.view(shape) for n, part, shape in zip(names, parts, shapes, strict=True)}
         return F.cross_entropy(functional_call(model, named, (x,)), y)
 
-    with plain_attention():
+    with twice_differentiable():
         # Column by column: torch.func.hessian, which uses vmap, is wrong for the weights of LayerNorm in torch 2.13.
         dense = torch.stack([jvp(grad(f), (w,), (unit,))[1] for unit in torch.eye(len(w), dtype=w.dtype)])
         h = 1e-5 * torch.ones_like(w)

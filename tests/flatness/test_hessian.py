@@ -11,6 +11,8 @@ from torch.func import functional_call
 from fedflat.errors import RecipeError, TrainingError
 from fedflat.flatness import Fisher, GaussNewton, Hessian, Objective, matrix_of, measure, top_eigenvalues
 from fedflat.flatness.hessian import ratio
+from fedflat.tasks import TASKS, TokenLoss
+from fedflat.tokens import IGNORED
 
 
 def dense(module, batches, names=None):
@@ -303,6 +305,42 @@ def test_fisher_products_are_the_expectation_over_the_models_own_labels(real):
     torch.testing.assert_close(operator @ v, dense_fisher(module, x, real) @ v, rtol=1e-9, atol=1e-12)
     assert operator.products == 1
     assert not torch.allclose(GaussNewton(objective) @ v, operator @ v)
+
+
+def test_a_column_of_outputs_has_the_fisher_matrix_of_single_numbers():
+    torch.manual_seed(0)
+    module, x = nn.Linear(4, 1).double(), torch.randn(7, 4, dtype=torch.float64)
+    operator = Fisher(Objective(module, TASKS["regression"].loss, [(x[:2], x[:2, 0]), (x[2:], x[2:, 0])]))
+    v = torch.randn(5, dtype=torch.float64)
+    torch.testing.assert_close(operator @ v, dense_fisher(module, x, real=True) @ v, rtol=1e-9, atol=1e-12)
+
+
+def test_labels_that_are_each_there_or_not_have_the_fisher_matrix_of_coins():
+    """The likelihood sums over the labels and the loss takes their mean, so F = G times their number."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(4, 3).double(), torch.randn(7, 4, dtype=torch.float64)
+    objective = Objective(module, TASKS["multi-label"].loss, [(x, (x[:, :3] > 0).double())])
+    v = torch.randn(15, dtype=torch.float64)
+    torch.testing.assert_close(Fisher(objective) @ v, 3 * (GaussNewton(objective) @ v))
+
+
+@pytest.mark.parametrize("length", [3, 5])  # as many tokens as classes, or more
+def test_the_fisher_matrix_of_tokens_is_gauss_newton_wherever_the_classes_are(length):
+    torch.manual_seed(0)
+    module, x = nn.Linear(2, 3).double(), torch.randn(4, length, 2, dtype=torch.float64)
+    y = torch.arange(4 * length).view(4, length) % 3
+    y[0, :2], y[3] = IGNORED, IGNORED
+    last = Objective(module, TokenLoss(), [(x[:3], y[:3]), (x[3:], y[3:]), (x[1:], y[1:])])
+    turned = nn.Sequential(module, nn.Flatten(1), nn.Unflatten(1, (length, 3)), Transposed())
+    first = Objective(turned, F.cross_entropy, [(x[1:3], y[1:3])])
+    v = torch.randn(9, dtype=torch.float64)
+    for objective in (last, first):
+        torch.testing.assert_close(Fisher(objective) @ v, GaussNewton(objective) @ v)
+
+
+class Transposed(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2)
 
 
 def test_for_cross_entropy_fisher_is_gauss_newton_and_measured_under_its_name(case):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedflat.flatness import hall, student
+from fedflat.flatness import hall, stepped, student
 
 SKEWED = [1.0, 1.5, 1.0, 4.0, 2.0, 11.0, 1.2, 0.5]
 
@@ -64,3 +64,31 @@ def test_normal_and_skewed_samples_are_covered_alike(draw, mean, n):
     drawn = chance.standard_normal((2000, n)) if draw == "normal" else chance.chisquare(1, (2000, n))
     found = [hall(samples) for samples in drawn]
     assert 0.93 <= sum(each.low <= mean <= each.high for each in found) / 2000 <= 0.97
+
+
+def taus(chance, shape, runs, slope):
+    """Kendall's τ of runs whose two values agree to some degree, many times over."""
+    x, y = chance.normal(size=(2, *shape, runs))
+    y = y + slope * x
+    first, second = np.triu_indices(runs, 1)
+    agree = np.sign(x[..., first] - x[..., second]) * np.sign(y[..., first] - y[..., second])
+    return agree.mean(axis=-1)
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+@pytest.mark.parametrize(("runs", "most"), [(10, 0.985), (5, 1.0), (3, 1.0)])
+@pytest.mark.parametrize("slope", [0.0, 0.5, 2.0])
+def test_kendalls_tau_over_seeds_is_covered_however_few_values_it_takes(runs, most, seeds, slope):
+    """With few runs the interval is too long rather than too short."""
+    chance = np.random.default_rng(7)
+    expected = float(taus(chance, (30_000,), runs, slope).mean())
+    found = [stepped(each, 4 / (runs * (runs - 1))) for each in taus(chance, (400, seeds), runs, slope).tolist()]
+    assert 0.93 <= np.mean([each.low <= expected <= each.high for each in found]) <= most
+
+
+def test_equal_ranks_are_known_to_half_a_step():
+    found = stepped([1.0] * 4, step=0.2)
+    reach = stats.t.ppf(1 - 0.05 * (1 - 0.36) / 2, 3) * 0.1 / 2
+    assert (found.mean, found.error) == (1.0, pytest.approx(0.05))
+    assert (found.low, found.high) == (pytest.approx(1 - reach), pytest.approx(1 + reach))
+    assert math.isnan(stepped([1.0], 0.2).low)

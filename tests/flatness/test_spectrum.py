@@ -114,6 +114,31 @@ def test_the_densitys_trace_lies_within_its_error_and_falls_with_the_probes():
     assert 0 < many.error < few.error
 
 
+SPECTRA = {
+    "outliers and bulk": [20, 12, 8, 6, 5, 4, 3, 2.5, 2, *torch.linspace(-0.05, 0.3, 31).tolist()],
+    "power law": [10 / k for k in range(1, 41)],
+    "one outlier": [50, *torch.linspace(0, 0.3, 39).tolist()],
+}
+
+
+def from_one_step(values, probes, seed):
+    """What `density` finds with one step in the eigenbasis, where the node of a start v is Σ λ v²/‖v‖²."""
+    chance = torch.Generator().manual_seed(seed)
+    starts = torch.stack([torch.randn(len(values), generator=chance, dtype=torch.float64) for _ in range(probes)])
+    nodes = starts.square() @ torch.tensor(values, dtype=torch.float64) / starts.square().sum(dim=1)
+    return Density(tuple(nodes[:, None]), (torch.ones(1, dtype=torch.float64),) * probes, len(values), probes)
+
+
+@pytest.mark.parametrize("probes", [8, 20])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_the_interval_of_the_densitys_trace_covers_it_for_95_of_100_seeds(name, probes):
+    values = SPECTRA[name]
+    made = density(Matrix(torch.tensor(values, dtype=torch.float64).diag()), steps=1, probes=probes, seed=3).trace
+    assert made.high == pytest.approx(from_one_step(values, probes, 3).trace.high, rel=1e-12)
+    found = [from_one_step(values, probes, seed).trace for seed in range(400)]
+    assert 0.93 <= sum(each.low <= sum(values) <= each.high for each in found) / 400 <= 0.97
+
+
 def test_the_seed_decides_and_nothing_else():
     matrix = with_eigenvalues(drawn(30, 0))
     one, again, other = (density(matrix, steps=5, probes=2, seed=seed) for seed in (1, 1, 2))

@@ -88,6 +88,11 @@ def test_rounds_to_the_target_are_bars_and_a_seed_that_never_gets_there_is_said(
     assert "> 5 (1 of 2 seeds)" in axes.texts[0].get_text()
 
 
+def test_a_target_that_no_run_reaches_is_said_instead_of_drawn(runs):
+    with pytest.raises(RecipeError, match=r"no run reaches accuracy 2; their last values are 0\.6 to 0\.72"):
+        plot(runs, kind="target", target=2)
+
+
 def test_flatness_is_drawn_against_the_last_value_of_the_metric(runs):
     (axes,) = plot(runs, kind="flatness").axes
     seeds, mean = axes.get_lines()[:2]

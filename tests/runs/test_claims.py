@@ -24,6 +24,7 @@ from fedflat.runs.claims import (
     state_of,
 )
 from fedflat.runs.claims.effect import pooled_tau
+from fedflat.runs.claims.verdict import Hypothesis
 from fedflat.runs.experiment import execute
 from fedflat.runs.sweep import load_sweep
 from fedflat.runs.sweep.results import finished, save_result
@@ -167,17 +168,18 @@ def test_the_pilots_seeds_do_not_count(bench, evidence):
 def test_a_claim_of_many_parts_keeps_the_error_rate_of_one():
     """Eight parts exactly at the bound: without a correction one in six claims would be refuted."""
     chance = np.random.default_rng(7)
-    claims = [[(chance.normal(0, 1, 5), 0.0, "higher") for _ in range(8)] for _ in range(REPETITIONS)]
+    claims = [[Hypothesis(chance.normal(0, 1, 5), 0.0, "higher") for _ in range(8)] for _ in range(REPETITIONS)]
     refuted = sum(concluded(parts)[0] == "does not hold" for parts in claims)
-    naive = sum(any(judge(*part).word == "does not hold" for part in parts) for parts in claims)
+    naive = sum(any(part.judged().word == "does not hold" for part in parts) for parts in claims)
     assert refuted <= 12 and naive > 20
     supported = sum(concluded(parts, "any")[0] == "holds" for parts in claims)
     assert supported <= 12
 
 
 def test_a_claim_holds_if_all_parts_do_and_any_needs_but_one():
-    yes, no = ([1.0, 1.1, 0.9, 1.0], 0.0, "higher"), ([1.0, 1.1, 0.9, 1.0], 0.0, "lower")
-    maybe, none = ([1.0, -1.0, 0.5], 0.0, "higher"), ([], 0.0, "higher")
+    effects = [1.0, 1.1, 0.9, 1.0]
+    yes, no = Hypothesis(effects, 0.0, "higher"), Hypothesis(effects, 0.0, "lower")
+    maybe, none = Hypothesis([1.0, -1.0, 0.5], 0.0, "higher"), Hypothesis([], 0.0, "higher")
     assert [concluded(parts)[0] for parts in ([yes, yes], [yes, no], [yes, maybe], [maybe, no])] == [
         "holds", "does not hold", "undecided", "does not hold",
     ]  # fmt: skip
@@ -275,6 +277,14 @@ def test_the_command_trains_what_is_missing_and_nothing_twice(bench, capsys, mon
     assert json.loads(capsys.readouterr().out) == [state]
     app(["claims", str(path)], standalone_mode=False)
     assert "accuracy" in capsys.readouterr().out
+
+
+def test_seeds_that_rank_alike_are_not_certain():
+    """Three seeds of three methods all in the claimed order: by chance alone one in 216."""
+    alike = Hypothesis([1.0, 1.0, 1.0], 0.9, "higher", step=2 / 3)
+    assert alike.judged().word == "undecided" and alike.judged().low < 0
+    assert Hypothesis([1.0, 1.0, 1.0], 0.9, "higher").judged().word == "holds"
+    assert concluded([alike])[0] == "undecided"
 
 
 def test_a_measure_that_ranks_by_construction_has_tau_one_and_noise_has_none():

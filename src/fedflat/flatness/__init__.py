@@ -20,7 +20,7 @@ from fedflat.flatness.hessian import (
     top_eigenvalues,
 )
 from fedflat.flatness.interpolation import Interpolation, interpolate
-from fedflat.flatness.intervals import LEVEL, Interval, hall, quantile, student
+from fedflat.flatness.intervals import LEVEL, Interval, hall, quantile, stepped, student
 from fedflat.flatness.lab import Comparison, Sharpness, compare, duality, load, look, sharpness
 from fedflat.flatness.landscape import Landscape, eigen_plane, filter_normalised, landscape
 from fedflat.flatness.layers import Activity, LayerFlatness, layers
@@ -175,6 +175,7 @@ __all__ = [
     "sharpness",
     "spectrum",
     "steep",
+    "stepped",
     "student",
     "surface",
     "theory",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,20 +23,18 @@ def borrowed(module: nn.Module) -> Iterator[nn.Module]:
         TrainingError: a parameter is not finite.
         RecipeError: a trained parameter has less than 32 bits, or nothing in the module is trained.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise RecipeError("model: is a compiled ScriptModule; give the nn.Module that it was made from")
     check_weights(module)
     training = {part: part.training for part in module.modules()}
-    sparse = [part for part in training if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
     buffers = [(part, name, b, b.clone()) for part in training for name, b in part._buffers.items() if b is not None]
     with ExitStack() as stack:
         stack.callback(module.register_forward_pre_hook(_spread, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(_logits).remove)
         try:
-            for table in sparse:  # sparse gradients have no second derivative
-                table.sparse = False
+            stack.enter_context(_plain_embeddings(training))
             yield module.eval()
         finally:
-            for table in sparse:
-                table.sparse = True
             for part, flag in training.items():
                 part.training = flag
             with torch.no_grad():
@@ -44,9 +42,42 @@ def borrowed(module: nn.Module) -> Iterator[nn.Module]:
                     part._buffers[name] = buffer.copy_(before)
 
 
+@contextmanager
+def _plain_embeddings(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Embeddings whose gradient is that of the loss and has a derivative, and that do not change their weights.
+
+    Sparse gradients have no second derivative, and gradients that are scaled by frequency are not those of the loss.
+    With `max_norm` a pass shortens long rows in place; without long rows it does nothing.
+
+    Raises:
+        RecipeError: a row is longer than `max_norm`.
+    """
+    options = {"sparse": False, "scale_grad_by_freq": False, "max_norm": None}
+    tables = [part for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    before = [(table, name, getattr(table, name)) for table in tables for name in options]
+    for table in tables:
+        longest = float(table.weight.detach().norm(table.norm_type, dim=1).max()) if table.max_norm else 0.0
+        if table.max_norm and longest > table.max_norm * (1 + 1e-5):
+            raise RecipeError(
+                f"model: an embedding has a row of norm {longest:.4g}, above its max_norm {table.max_norm:g}, which a "
+                "pass would shorten; run the model on all of its tokens once before"
+            )
+    try:
+        for table, name, _ in before:
+            setattr(table, name, options[name])
+        yield
+    finally:
+        for table, name, value in before:
+            setattr(table, name, value)
+
+
 def check_weights(module: nn.Module) -> None:
     """Raises an error that names a parameter whose values or precision cannot be used, or if none is trained."""
     for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise RecipeError(f"model: {name} has no values yet; run the model once on a batch")
+        if parameter.is_complex():
+            raise RecipeError(f"model: {name} is complex; the curvature is that of a function of real weights")
         if parameter.is_inference():
             raise RecipeError(f"model: {name} was made in torch.inference_mode(), so it has no derivative")
         if parameter.is_meta:

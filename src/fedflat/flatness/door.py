@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
+from numbers import Integral, Real
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedflat.errors import DataError, RecipeError, TrainingError, nearest
+from fedflat.errors import DataError, RecipeError, TrainingError, nearest, shown
 from fedflat.federation import Federation, normalised_inputs
 from fedflat.flatness.borrowed import borrowed
 from fedflat.flatness.objective import Objective
@@ -68,7 +69,19 @@ def objective_of(
     held = normalised_inputs(model) if isinstance(data, Federation) else nullcontext()
     with held, torch.inference_mode(False), torch.enable_grad(), borrowed(model):
         batches = [(_placed(x, like), _placed(y, like)) for x, y in batches_of(data, samples, batch, seed, collate)]
-        yield Objective(model, mean_loss(model, loss, batches[0]), batches)
+        yield _Explained(model, mean_loss(model, loss, batches[0]), batches)
+
+
+class _Explained(Objective):
+    """An objective whose model or loss may fail on any batch, such as one with a label that is out of range."""
+
+    def _outputs(self, inputs: Tensor) -> Tensor:
+        with explained("the model cannot process a batch of", inputs):
+            return super()._outputs(inputs)
+
+    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        with explained("the loss cannot be computed from outputs and labels of", outputs, labels):
+            return super()._loss(outputs, labels)
 
 
 def _placed(entry: Any, like: Tensor | None) -> Any:
@@ -96,10 +109,9 @@ def mean_loss(model: nn.Module, loss: Loss | None, batch: tuple[Any, Tensor]) ->
         RecipeError: the loss is not a function.
         TrainingError: outputs or loss are not finite, or outputs are random.
     """
-    if loss is not None and not callable(loss):
-        raise RecipeError(
-            f"loss: is a {type(loss).__name__}; give a function of outputs and labels, and options by their name"
-        )
+    if loss is not None and (not callable(loss) or isinstance(loss, type)):
+        kind = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
+        raise RecipeError(f"loss: is {kind}; give a function of outputs and labels, and options by their name")
     few = FEW if _counts(batch[1][:FEW]) else len(batch[1])
     inputs, labels = batch[0][:few], batch[1][:few]
     with torch.no_grad(), explained("the model cannot process a batch of", inputs):
@@ -113,6 +125,8 @@ def mean_loss(model: nn.Module, loss: Loss | None, batch: tuple[Any, Tensor]) ->
     loss = _class_mean(loss or default_loss(outputs, labels))
     with torch.no_grad(), explained("the loss cannot be computed from outputs and labels of", outputs, labels):
         once, twice = loss(outputs, labels), loss(torch.cat([outputs] * 2), torch.cat([labels] * 2))
+        if not isinstance(once, Tensor):
+            raise DataError(f"loss: returns a {type(once).__name__}; it must return a tensor")
         if once.numel() > 1:
             return _over(loss, lambda values, y: values.sum() / values.numel())
         value, double = float(once), float(twice)
@@ -234,12 +248,16 @@ def of_model(measure: Callable[P, R], name: str = "") -> Door[P, R]:
     def call(model: Any, *args: Any, **options: Any) -> R:
         if not isinstance(model, nn.Module):
             _refuse(title, model)
+            _check_numbers(title, signature, options)
             return function(model, *args, **options)
+        if len(args) > 2:
+            raise RecipeError(f"{title}: after model, data and loss, give options by their name")
         bound = {**dict(zip(("data", "loss"), args, strict=False)), **options}
         given = {name: bound.pop(name) for name in ("loss", "samples", "batch", "collate") if name in bound}
         data, seed = bound.pop("data", None), bound.get("seed", 0)
         if unknown := next((option for option in bound if option not in signature.parameters), None):
             raise RecipeError(f"{title}: there is no option {unknown!r}; {nearest(unknown, [p.name for p in own])}")
+        _check_numbers(title, signature, bound)
         with objective_of(model, data, **given, seed=seed) as objective:
             return function(objective, **bound)
 
@@ -249,6 +267,22 @@ def of_model(measure: Callable[P, R], name: str = "") -> Door[P, R]:
     call.__name__ = call.__qualname__ = title
     call.__doc__ = (measure.__doc__ or "").replace(FIRST, GIVEN)
     return call  # type: ignore[return-value]
+
+
+KINDS = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
+
+
+def _check_numbers(title: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
+    """Raises an error that names an option that should be a number and is not."""
+    for name, value in options.items():
+        kind, *more = str(signature.parameters[name].annotation).split(" | ") if name in signature.parameters else [""]
+        if kind not in KINDS or (value is None and "None" in more):
+            continue
+        expected, told = KINDS[kind]
+        if not isinstance(value, expected) or value != value:
+            raise RecipeError(f"{title}: {name} is {shown(value)}; it must be {told}")
+        if name == "seed" and not -(2**63) <= value < 2**63:
+            raise RecipeError(f"{title}: seed is {value}; it must fit into 64 bits")
 
 
 def _refuse(name: str, model: Any) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedflat.errors import RecipeError, nearest
 from fedflat.flatness.graphs import KEPT_BYTES, Graphs
 from fedflat.flatness.lanczos import NotFiniteError, largest
+from fedflat.flatness.likelihood import Likelihood
 from fedflat.flatness.objective import Objective
 
 Matrix = Literal["hessian", "ggn", "fisher"]
@@ -89,24 +89,18 @@ class GaussNewton(Hessian):
 class Fisher(GaussNewton):
     """The Fisher matrix F = E_x E_{y∼p(·|x)}[∇log p(y|x) ∇log p(y|x)ᵀ], over the model's own labels y.
 
-    p is softmax(z) for class labels and a normal distribution of mean z and unit variance for real ones. Then
-    E_y[∇_z log p ∇_z log pᵀ] = −E_y[∇²_z log p] is diag(p) − ppᵀ or I. This does not depend on y, so the expectation
-    over the labels is exact: F is the Gauss–Newton matrix of the negative log-likelihood, for any training loss.
-    For cross-entropy F = G.
+    p is softmax(z) for class labels, the sigmoid for outputs trained with binary cross-entropy, and a normal
+    distribution of mean z and unit variance for other real labels (`Likelihood`). Then E_y[∇_z log p ∇_z log pᵀ] =
+    −E_y[∇²_z log p] is diag(p) − ppᵀ, diag(p(1 − p)) or I. This does not depend on y, so the expectation over the
+    labels is exact: F is the Gauss–Newton matrix of the negative log-likelihood, for any training loss. For
+    cross-entropy F = G.
     """
 
     matrix: Matrix = "fisher"
 
     def __init__(self, objective: Objective, memory: int = KEPT_BYTES) -> None:
         names = list(objective.layout.shapes)
-        super().__init__(Objective(objective.module, _likelihood, objective.batches, names), memory)
-
-
-def _likelihood(outputs: Tensor, labels: Tensor) -> Tensor:
-    """The mean of −log p over the predictions, up to a constant."""
-    if labels.is_floating_point():
-        return 0.5 * (outputs - labels).square().sum() / len(labels)
-    return F.cross_entropy(outputs, labels)
+        super().__init__(Objective(objective.module, Likelihood(objective.loss), objective.batches, names), memory)
 
 
 def matrix_of(objective: Objective, matrix: Matrix = "hessian") -> Hessian:

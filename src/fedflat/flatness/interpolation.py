@@ -133,6 +133,9 @@ def interpolate(
 
 
 def _check(a: nn.Module, b: nn.Module) -> None:
+    for place, model in (("first", a), ("second", b)):
+        if not isinstance(model, nn.Module):
+            raise RecipeError(f"interpolation: the {place} model is a {type(model).__name__}; give two modules")
     ours, theirs = ({name: tuple(p.shape) for name, p in each.named_parameters()} for each in (a, b))
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):

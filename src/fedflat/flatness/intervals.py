@@ -65,7 +65,7 @@ def hall(samples: Sequence[float]) -> Interval:
     plain, n = student(samples), len(samples)
     if n < FEWEST:
         return Interval(plain.mean, plain.error, math.nan, math.nan)
-    t = quantile(n - 1, LEVEL + min(0.018, 1 / (5 * n)))
+    t = quantile(n - 1, widened(LEVEL, n))
     centred = np.asarray(samples) - plain.mean
     spread = float(np.mean(centred**2))
     skewness = float(np.mean(centred**3)) / spread**1.5 if spread > 0 else 0.0
@@ -76,6 +76,34 @@ def hall(samples: Sequence[float]) -> Interval:
         return 3 * math.sqrt(n) / skewness * (math.cbrt(1 + skewness * (y / math.sqrt(n) - skewness / (6 * n))) - 1)
 
     return Interval(plain.mean, plain.error, *(plain.mean - plain.error * inverse(end) for end in (t, -t)))
+
+
+def stepped(samples: Sequence[float], step: float, level: float = LEVEL) -> Interval:
+    """Student's interval of samples that are multiples of a step, such as Kendall's τ of a few runs.
+
+        x̄ ± t √((s² + step²/4)/n)
+
+    Few samples with few possible values are often all equal, and then s = 0 says nothing about their spread. Half a
+    step is added to it as a further deviation. t is the quantile for a level of 0.95 + min(0.018, 1/(5n)), as in
+    `hall`, because such samples are also skewed.
+
+    Args:
+        samples: the samples.
+        step: the distance between neighbouring values.
+        level: the probability with which the interval covers the expectation.
+
+    >>> stepped([1.0, 1.0, 1.0, 1.0], step=0.2).low < 0.85
+    True
+    """
+    plain, n = student(samples), len(samples)
+    error = math.hypot(plain.error, step / 2 / math.sqrt(n))
+    reach = quantile(n - 1, widened(level, n)) * error if n > 1 else math.nan
+    return Interval(plain.mean, error, plain.mean - reach, plain.mean + reach)
+
+
+def widened(level: float, n: int) -> float:
+    """A level whose quantile makes the interval of n skewed samples long enough; 0.95 + min(0.018, 1/(5n)) for 0.95."""
+    return 1 - (1 - level) * (1 - min(0.36, 4 / n))
 
 
 def quantile(freedom: float, level: float = LEVEL) -> float:

@@ -244,7 +244,10 @@ def compare(
     Raises:
         RecipeError: there is no model.
     """
-    named = dict(models) if isinstance(models, Mapping) else {f"model {n}": m for n, m in enumerate(models, start=1)}
+    if isinstance(models, nn.Module | Flatness):  # a Sequential could be taken for a list of models
+        raise RecipeError("compare: there is one model; give a list of models, or a dictionary of them by name")
+    listed = models.items() if isinstance(models, Mapping) else enumerate(models, start=1)
+    named = {str(name) if isinstance(models, Mapping) else f"model {name}": each for name, each in listed}
     many = {name: [each] if isinstance(each, nn.Module | Flatness) else [*each] for name, each in named.items()}
     if not many or not all(many.values()):
         raise RecipeError("compare: there is no model to look at")

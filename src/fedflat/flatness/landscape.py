@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from os import PathLike
@@ -146,11 +146,18 @@ def landscape(
     axis = span * (np.arange(1 - points, points, 2) / (points - 1))  # exactly 0 in the middle and ±span at the ends
     values = []
     with objective.at(home):
-        for steps in track(product(axis.tolist(), repeat=len(plane)), "landscape", points ** len(plane)):
-            objective.move(home, plane, steps)
+        for start, direction, step in track(_steps(home, plane, axis.tolist()), "landscape", points ** len(plane)):
+            objective.move(start, direction, step)
             values.append(objective.value())
     grid = np.array(values).reshape((points,) * len(plane))
     return Landscape(np.tile(axis, (len(plane), 1)), grid, objective.value())
+
+
+def _steps(home: Tensor, plane: Sequence[Tensor], axis: Sequence[float]) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """The points of the grid, each as a start, a direction and a step. All points of a row share their start."""
+    *first, last = plane
+    rows = (torch.add(home, direction, alpha=step) for direction in first for step in axis) if first else (home,)
+    return ((row, last, step) for row in rows for step in axis)
 
 
 def _check(objective: Objective, directions: Sequence[Tensor] | Tensor, span: float, points: int) -> None:
@@ -183,7 +190,8 @@ def plane_of(objective: Objective, plane: str, dimensions: int = 2, seed: int = 
     if dimensions not in (1, 2):
         raise RecipeError(f"landscape: dimensions is {dimensions}; it must be 1 for a curve or 2 for a surface")
     if plane == "eigen":
-        return eigen_plane(top_eigenvalues(Hessian(objective), 2, seed=seed))[:dimensions]
+        found = top_eigenvalues(Hessian(objective), 2, seed=seed)
+        return eigen_plane(found) if dimensions == 2 else functional.normalize(found.vectors[:1], dim=1)
     if plane == "random":
         return filter_normalised(objective, dimensions, seed, orthogonal=True)
     raise RecipeError(f"landscape: there is no plane {plane!r}; {nearest(plane, get_args(Plane))}")

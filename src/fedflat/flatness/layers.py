@@ -16,7 +16,7 @@ from fedflat.flatness.krylov import certified
 from fedflat.flatness.objective import Objective, batch_layer
 from fedflat.flatness.traces import Trace, trace
 from fedflat.local import Batch
-from fedflat.models import plain_attention
+from fedflat.models import twice_differentiable
 from fedflat.progress import track
 
 Layer = nn.Linear | nn.Conv2d
@@ -185,7 +185,7 @@ def _passed(objective: Objective, modules: Sequence[Layer], batch: Batch) -> _Pa
     with ExitStack() as hooks:
         for module in modules:
             hooks.callback(module.register_forward_hook(shift, with_kwargs=True).remove)
-        hooks.enter_context(plain_attention())
+        hooks.enter_context(twice_differentiable())
         result = objective.module(batch[0])
     loss = objective.mass(batch) * objective.loss(result, batch[1])
     return _Pass(inputs, shifts, loss, any(output is result for output in outputs))

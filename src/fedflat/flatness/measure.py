@@ -160,6 +160,7 @@ def spectrum(
     steps: int = 0,
     seed: int = 0,
     relative_error: float | None = None,
+    matrix: Matrix = "hessian",
 ) -> Spectrum:
     """Computes the k largest eigenvalues and the trace of a Hessian, and optionally its eigenvalue density.
 
@@ -173,8 +174,9 @@ def spectrum(
         steps: Lanczos steps for the density and its outliers; 0 leaves them out.
         seed: seed of the start vectors and probes.
         relative_error: take more products for the trace until its interval is that narrow, relative to the trace.
+        matrix: of a mean loss, "hessian", "ggn" (Gauss–Newton) or "fisher".
     """
-    operator = Hessian(objective) if isinstance(objective, Objective) else objective
+    operator = matrix_of(objective, matrix) if isinstance(objective, Objective) else objective
     eigen = top_eigenvalues(operator, k, tolerance, seed)
     spread = density(operator, min(steps, operator.size), probes=1, seed=seed) if steps else None
     return Spectrum(

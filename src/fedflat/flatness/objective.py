@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ from torch.autograd import grad
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedflat.engine import keep_freed_memory
-from fedflat.errors import TrainingError
+from fedflat.errors import RecipeError, TrainingError
 from fedflat.flatness.graphs import Edge, Graph, Graphs, edges, pullback
 from fedflat.local import Batch, Loss
-from fedflat.models import Layout, plain_attention, plain_output
+from fedflat.models import Layout, plain_output, twice_differentiable
 from fedflat.progress import beat
 from fedflat.tasks import counted
 
@@ -63,7 +63,7 @@ class Objective:
 
     def of(self, names: Sequence[str]) -> Objective:
         """The same mean loss as a function of these parameters alone."""
-        return Objective(self.module, self.loss, self.batches, names)
+        return type(self)(self.module, self.loss, self.batches, names)
 
     @property
     def size(self) -> int:
@@ -84,8 +84,10 @@ class Objective:
         """The weights of another module of the same architecture, in the order of this objective.
 
         Raises:
+            RecipeError: it is not a module of this architecture.
             TrainingError: they are not finite.
         """
+        _refuse_other(module, self.layout)
         _refuse_infinite(module)
         return self.layout.flatten(dict(module.named_parameters())).to(self.parameters[0])
 
@@ -100,19 +102,24 @@ class Objective:
             self.move(home)
 
     @torch.no_grad()
-    def move(self, weights: Tensor, directions: Sequence[Tensor] = (), steps: Sequence[float] = ()) -> None:
-        """Set w ← weights + Σ stepᵢ · directionᵢ in place, without a temporary vector.
+    def move(self, weights: Tensor, direction: Tensor | None = None, step: float = 0.0) -> None:
+        """Set w ← weights + step · direction in place, in one pass over the memory.
 
         Args:
             weights: the point to start from.
-            directions: vectors of the size of the model.
-            steps: the length of the step along each direction.
+            direction: a vector of the size of the model; None moves to `weights` itself.
+            step: the length of the step along it.
         """
-        views = [self.layout.views(vector.to(self.parameters[0])).values() for vector in (weights, *directions)]
-        for parameter, start, *along in zip(self.parameters, *views, strict=True):
-            parameter.copy_(start)
-            for step, direction in zip(steps, along, strict=True):
-                parameter.add_(direction, alpha=step)
+        starts = self._views(weights)
+        if direction is None:
+            for parameter, start in zip(self.parameters, starts, strict=True):
+                parameter.copy_(start)
+            return
+        for parameter, start, along in zip(self.parameters, starts, self._views(direction), strict=True):
+            torch.add(start, along, alpha=step, out=parameter)
+
+    def _views(self, vector: Tensor) -> Iterable[Tensor]:
+        return self.layout.views(vector.to(self.parameters[0])).values()
 
     @torch.no_grad()
     def value(self) -> float:
@@ -126,7 +133,7 @@ class Objective:
         """∇f at the module's weights."""
         total = torch.zeros(self.size, dtype=self.dtype, device=self.parameters[0].device)
         for batch in self._told():
-            total.add_(flat(grad(self._mean(batch), self.parameters)), alpha=self.share(batch))
+            total.add_(flat(self._slopes(batch)), alpha=self.share(batch))
         return total
 
     def product(self, vector: Tensor, graphs: Graphs | None = None) -> Tensor:
@@ -143,8 +150,14 @@ class Objective:
 
     def slopes(self, batch: Batch) -> Sequence[Tensor]:
         """The gradient of one batch's mean loss by parameter, with its graph."""
-        with plain_attention():
-            return grad(self._mean(batch), self.parameters, create_graph=True, materialize_grads=True)
+        with twice_differentiable():
+            return self._slopes(batch, create_graph=True)
+
+    def _slopes(self, batch: Batch, create_graph: bool = False) -> Sequence[Tensor]:
+        """The gradient of one batch's mean loss; zero for parameters that it does not depend on."""
+        mean = self._mean(batch)
+        _refuse_constant(mean)
+        return grad(mean, self.parameters, create_graph=create_graph, materialize_grads=True)
 
     def gauss_newton(self, vector: Tensor, graphs: Graphs | None = None) -> Tensor:
         """G v with G = (1/N) Σ Jᵀ ∇²_z ℓ J, where J is the derivative of a sample's outputs z in the weights.
@@ -157,12 +170,13 @@ class Objective:
 
     def _linearised(self, batch: Batch) -> _Linearised:
         inputs, labels = batch
-        with plain_attention():
-            outputs = self.module(inputs)
+        with twice_differentiable():
+            outputs = self._outputs(inputs)
+        _refuse_constant(outputs)
         u = torch.zeros_like(outputs, requires_grad=True)
         pulled = grad(outputs, self.parameters, u, create_graph=True, materialize_grads=True)
         z = outputs.detach().requires_grad_()
-        slope = grad(self.loss(z, labels), z, create_graph=True)
+        slope = grad(self._loss(z, labels), z, create_graph=True)
         return _Linearised(edges([outputs]), u, edges(pulled), z, edges(slope))
 
     def _bent(self, graph: _Linearised, directions: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -180,14 +194,16 @@ class Objective:
         """Σ_b (n_b/N) product_b(v), each from the graph that `make` makes of the batch."""
         total = torch.zeros(self.size, dtype=self.dtype, device=self.parameters[0].device)
         directions = list(self.layout.views(vector.to(total)).values())
-        for batch, graph in (graphs or Graphs(budget=0)).over(self.module, self._told(), make):
-            total.add_(flat(product(graph, directions)), alpha=self.share(batch))
+        with _second_derivatives():
+            for batch, graph in (graphs or Graphs(budget=0)).over(self.module, self._told(), make):
+                total.add_(flat(product(graph, directions)), alpha=self.share(batch))
         return total
 
     def _told(self) -> Iterator[Batch]:
-        """The batches. Each is a sign of life, because with a large network even one pass takes long."""
+        """The batches with a label that counts. Each is a sign of life, because even one pass can take long."""
         for number, batch in enumerate(self.batches, start=1):
-            yield batch
+            if self.share(batch):
+                yield batch
             beat(f"batch {number} of {len(self.batches)}")
 
     def share(self, batch: Batch) -> float:
@@ -200,7 +216,14 @@ class Objective:
 
     def _mean(self, batch: Batch) -> Tensor:
         inputs, labels = batch
-        return self.loss(self.module(inputs), labels)
+        return self._loss(self._outputs(inputs), labels)
+
+    def _outputs(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.module(inputs)
+        return outputs
+
+    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(outputs, labels)
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -215,6 +238,38 @@ def batch_layer(module: nn.Module) -> str | None:
     """
     layers = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm))
     return next((name for name, layer in layers if layer.running_mean is None), None)
+
+
+def _refuse_other(module: nn.Module, layout: Layout) -> None:
+    """Raises an error if the module does not have the parameters of the layout."""
+    if not isinstance(module, nn.Module):
+        raise RecipeError(f"models: one is a {type(module).__name__}; give modules of one architecture")
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    for name, shape in layout.shapes.items():
+        if shapes.get(name) != shape:
+            there = tuple(shapes[name]) if name in shapes else "nothing"
+            raise RecipeError(f"models: {name} is {tuple(shape)} in one and {there} in another; give one architecture")
+
+
+def _refuse_constant(result: Tensor) -> None:
+    """Raises an error if outputs or loss were computed without a graph."""
+    if not result.requires_grad:
+        raise TrainingError(
+            "model and loss: the loss has no derivative in the weights, because an operation is not differentiable or "
+            "runs without gradients (detach, argmax, no_grad, a reentrant checkpoint)"
+        )
+
+
+@contextmanager
+def _second_derivatives() -> Iterator[None]:
+    """Names the operation if torch has no second derivative of it."""
+    try:
+        yield
+    except RuntimeError as error:  # NotImplementedError is one too
+        if "not implemented" not in str(error):
+            raise
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise TrainingError(f"model: it has an operation without a second derivative in torch ({reason})") from error
 
 
 def _refuse_infinite(module: nn.Module) -> None:

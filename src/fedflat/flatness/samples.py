@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
@@ -220,8 +221,13 @@ def _by_place(raw: Any) -> tuple[Any, Any]:
 
 def _tensor(entry: Any) -> Tensor:
     try:
-        return entry if isinstance(entry, Tensor) else torch.as_tensor(np.asarray(entry) if _is_array(entry) else entry)
+        return entry if isinstance(entry, Tensor) else torch.as_tensor(_forward(entry) if _is_array(entry) else entry)
     except (TypeError, ValueError, RuntimeError):
         raise DataError(
             f"data: a batch has an entry of type {type(entry).__name__} that is not an array; {HELP}"
         ) from None
+
+
+def _forward(array: NDArray[Any]) -> NDArray[Any]:
+    """The array, copied if it runs backwards through its memory, which torch cannot."""
+    return array.copy() if any(stride < 0 for stride in array.strides) else np.asarray(array)

@@ -65,9 +65,12 @@ class ScaleTest(Shown):
         return [*rows, {"": "largest change of an output", f"rescaled by {self.factor:g}": self.outputs}]
 
     def draw(self, axes: Any) -> None:
-        """Draws bars from 1 to the ratios after ÷ before. Measures that do not depend on the scale have no bar."""
+        """Draws bars from 1 to the ratios after ÷ before, and their values."""
         shown = {row[""]: row["ratio"] for row in self.rows() if row.get("ratio")}
         axes.barh([*shown], [ratio - 1 for ratio in shown.values()], left=1, color=COLOURS[0])
+        for place, ratio in enumerate(shown.values()):
+            axes.text(max(1.0, ratio), place, f"  × {ratio:.3g}", va="center")
+        axes.margins(x=0.2)
         axes.axvline(1, color="0.5", linewidth=0.8)
         axes.set(xlabel="rescaled ÷ as trained", xscale="log")
         axes.invert_yaxis()

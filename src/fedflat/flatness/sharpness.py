@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ def ascent_sharpness(objective: Objective, rho: float = 0.05) -> float:
     ...     ascent_sharpness(f, rho=1.0)   # 5/2 (2² − 1²)
     7.5
     """
+    _check(rho)
     (rise,) = rises(objective, [rho * unit(objective.gradient())])
     return rise
 
@@ -38,6 +40,7 @@ def adaptive_sharpness(objective: Objective, rho: float = 0.5) -> float:
     the same way and leaves this number unchanged. Unlike λ₁ and `ascent_sharpness` it compares minima and not their
     parametrisation.
     """
+    _check(rho)
     scale = objective.weights.abs()
     (rise,) = rises(objective, [rho * scale * unit(scale * objective.gradient())])
     return rise
@@ -74,16 +77,22 @@ def average_sharpness(objective: Objective, rho: float = 0.05, directions: int =
         seed: seed that draws them.
 
     Raises:
-        RecipeError: `directions` is not a positive even number.
+        RecipeError: `directions` is not a positive even number, or the radius is negative.
     """
     if directions < 2 or directions % 2:
         raise RecipeError(f"directions: {directions}; directions come in pairs ±u, so give an even number from 2 on")
+    _check(rho)
     chance = torch.Generator().manual_seed(seed)
     home = objective.weights
     drawn = (torch.randn(objective.size, generator=chance, dtype=home.dtype).to(home) for _ in range(directions // 2))
     found = rises(objective, (sign * rho * unit(u) for u in drawn for sign in (1, -1)))
     mean = hall([(up + down) / 2 for up, down in zip(found[::2], found[1::2], strict=True)])
     return AverageSharpness(mean.mean, mean.error, mean.low, mean.high, max(found), directions)
+
+
+def _check(rho: float) -> None:
+    if not 0 <= rho < math.inf:
+        raise RecipeError(f"rho = {rho}: the radius must be a number from 0 on")
 
 
 def rises(objective: Objective, steps: Iterable[Tensor]) -> list[float]:

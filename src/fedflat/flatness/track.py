@@ -165,7 +165,8 @@ def trajectory(
         RecipeError: the models do not span a plane, or their number is not that of the rounds.
         TrainingError: weights are not finite.
     """
-    models = models if isinstance(models, Tensor) else torch.stack([objective.weights_of(each) for each in models])
+    if not isinstance(models, Tensor):
+        models = torch.stack([objective.weights_of(each) for each in models]) if len(models) else objective.weights[:0]
     rounds = range(len(models)) if rounds is None else rounds
     if len(rounds) != len(models):
         raise RecipeError(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedflat.local.kernels import Kernels
 from fedflat.local.rule import SAMPLED, Batch, LocalRule, Loss, Term
-from fedflat.models import Forward, Network, Tap, plain_attention
+from fedflat.models import Forward, Network, Tap, twice_differentiable
 from fedflat.randomness import forked
 from fedflat.tokens import counted_rows
 
@@ -180,7 +180,7 @@ class Slope:
 
     def evaluate(self, terms: tuple[Term, ...]) -> None:
         """Evaluate the terms on a pass at w, only for the values that they record."""
-        with plain_attention():
+        with twice_differentiable():
             here = self._pass(self.forward())
         for term in terms:
             term(here)
@@ -213,7 +213,7 @@ class Slope:
 
     def forward(self) -> Forward:
         """Run a pass over the batch. Only the first pass of a step updates the batch-norm statistics."""
-        with plain_attention() if self._bent else nullcontext():
+        with twice_differentiable() if self._bent else nullcontext():
             forward = self.tap(self.batch[0])
         if self._statistics is None:
             self._statistics = self.network.buffers.clone()

@@ -10,7 +10,6 @@ Networks for colour images repeat the channel of a grey image three times, as in
 """
 
 from fedflat.models.adapters import factors, is_adapted, lora, merged
-from fedflat.models.attention import plain_attention
 from fedflat.models.blocks import Activation, AttentionOutput, Colour, Normalised, RectifiedPool
 from fedflat.models.failures import explained
 from fedflat.models.layout import Layout
@@ -19,6 +18,7 @@ from fedflat.models.registry import MODELS, OFFERED, build, construction, refuse
 from fedflat.models.sequential import written_layers
 from fedflat.models.source_code import source
 from fedflat.models.tap import ACTIVATIONS, Forward, Tap
+from fedflat.models.twice import twice_differentiable
 from fedflat.models.vector import Network, unit
 
 __all__ = [
@@ -42,10 +42,10 @@ __all__ = [
     "lora",
     "merged",
     "own_output",
-    "plain_attention",
     "plain_output",
     "refuse_offered",
     "source",
+    "twice_differentiable",
     "unit",
     "written_layers",
 ]

@@ -201,9 +201,10 @@ def _plane(each: Landscape, ends: tuple[float, float], reach: float, ticks: Figu
     (low, high), told = ends, "α %{x}, β %{y}: loss %{text}<extra></extra>"
     side = {"range": [-reach, reach], "zeroline": False}
     levels = {"start": low, "end": high, "size": (high - low) / 20, "coloring": "heatmap"}
+    within = {**side, "tickvals": [-reach / 2, 0, reach / 2]}  # labels at the corners would cover each other
     scene = {
-        "xaxis": {**side, "title": {"text": "α"}},
-        "yaxis": {**side, "title": {"text": "β"}},
+        "xaxis": {**within, "title": {"text": "α"}},
+        "yaxis": {**within, "title": {"text": "β"}},
         "zaxis": {"range": [low, high], "title": {"text": ""}, **ticks},
         "camera": {"eye": {"x": 1.33, "y": -1.46, "z": 0.75}, "center": {"x": 0, "y": 0, "z": -0.15}},
         "aspectratio": {"x": 1, "y": 1, "z": 0.8},

@@ -123,10 +123,15 @@ def _targets(lines: Sequence[Line], asked: Asked, width: float) -> Any:
     """Rounds to the target: a bar for the mean of each line, a dot for each seed; hatched if a seed missed it."""
     if asked.target is None:
         raise RecipeError("plot: there is no target; give --target, or train with evaluation.target")
+    rounds = [[run.summary(asked.target).get("rounds_to_target") for run in line.runs] for line in lines]
+    if all(round is None for found in rounds for round in found):
+        last = [run.history[-1].get(asked.metric) for line in lines for run in line.runs if run.history]
+        known = sorted(value for value in last if isinstance(value, int | float))
+        ends = f"; their last values are {known[0]:.4g} to {known[-1]:.4g}" if known else ""
+        raise RecipeError(f"plot: no run reaches {asked.metric} {asked.target:g}{ends}")
     figure = new_figure(width, 0.5 + 0.26 * len(lines))
     axes = figure.subplots()
-    for place, line in enumerate(lines):
-        found = [run.summary(asked.target).get("rounds_to_target") for run in line.runs]
+    for place, (line, found) in enumerate(zip(lines, rounds, strict=True)):
         reached = [round for round in found if round is not None]
         longest = max(run.history[-1]["round"] if run.history else 0 for run in line.runs)
         missed = len(reached) < len(found)

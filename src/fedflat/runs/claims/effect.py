@@ -150,7 +150,7 @@ def _effect(claim: Claim, part: Part, study: Sweep, evidence: Evidence) -> tuple
     unit = part.compare if part.against is not None else "value"
     means = (_mean([mine[s] for s in seeds]), _mean([theirs[s] for s in seeds if s in theirs]))
     shown = Effect(part.name, found, part.limit, part.direction, unit, values, means, part.printed)
-    return shown, (values, bound, part.direction)
+    return shown, Hypothesis(values, bound, part.direction)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -170,9 +170,10 @@ def _by_seed(part: Part, name: str, chosen: Values, known: Sequence[tuple[Point,
 def _ranked(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> list[tuple[Effect, Hypothesis]]:
     """Kendall's τ of each measure with the quantity: within each seed of each study, and over all runs at once.
 
-    The runs of one seed share data, split and first weights and differ only in the method; the τ of the seeds are
-    judged like any other effect. The τ over all runs also compares settings with each other; its interval is that of a
-    jackknife over the seeds of each study, because runs of one seed are not independent.
+    The runs of one seed share data, split and first weights and differ only in the method. The τ of the seeds are
+    judged like any other effect, but τ takes only few values, so its interval is `stepped`. The τ over all runs also
+    compares settings with each other; its interval is that of a jackknife over the seeds of each study, because runs of
+    one seed are not independent.
     """
     ranking = claim.ranking
     assert ranking is not None
@@ -188,10 +189,11 @@ def _ranked(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> l
         ranked = [[_pairs(rows, measure, ranking.quantity) for rows in study] for study in found]
         studied = [kept for study in ranked if (kept := [pairs for pairs in study if len(pairs) >= FEWEST])]
         values = tuple(tau for study in studied for pairs in study if not math.isnan(tau := _tau(pairs)))
-        finding = judge(values, ranking.bound, "higher")
+        hypothesis = Hypothesis(values, ranking.bound, "higher", _step(studied))
+        finding = hypothesis.judged()
         pooled = pooled_tau(studied) if studied else None
         shown = Effect(measure, finding, ranking.bound, "higher", "τ", values, pooled=pooled)
-        judged.append((shown, (values, ranking.bound, "higher")))
+        judged.append((shown, hypothesis))
     return judged
 
 
@@ -209,6 +211,12 @@ def _tau(pairs: Pairs) -> float:
     from scipy.stats import kendalltau
 
     return float(kendalltau(x, y).statistic)
+
+
+def _step(studies: Sequence[Sequence[Pairs]]) -> float:
+    """4/(r(r − 1)), the distance between values of τ of r runs; the root of its mean square over the seeds."""
+    runs = [len(pairs) for study in studies for pairs in study]
+    return math.sqrt(float(np.mean([(4 / (r * (r - 1))) ** 2 for r in runs]))) if runs else 0.0
 
 
 def pooled_tau(studies: Sequence[Sequence[Pairs]]) -> tuple[float, float, float]:

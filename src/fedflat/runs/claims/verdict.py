@@ -6,14 +6,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from fedflat.flatness import LEVEL, quantile, student
+from fedflat.flatness import LEVEL, quantile, stepped, student
 
 Direction = Literal["higher", "lower"]
 Word = Literal["holds", "does not hold", "undecided", "not run yet"]
 Need = Literal["all", "any"]
-Hypothesis = tuple[Sequence[float], float, Direction]  # effects, bound, and on which side of it they should be
 MOST = 1000  # maximum number of further seeds that are counted
 
 
@@ -46,7 +45,24 @@ class Finding:
         return f"undecided (would need {many} more seed{'' if self.more == 1 else 's'})"
 
 
-def judge(effects: Sequence[float], bound: float, direction: Direction, level: float = LEVEL) -> Finding:
+class Hypothesis(NamedTuple):
+    """The effects, the bound, on which side of it they should be, and the step between the values that they can take.
+
+    The step is 0 for effects that can take any value.
+    """
+
+    effects: Sequence[float]
+    bound: float
+    direction: Direction
+    step: float = 0.0
+
+    def judged(self, level: float = LEVEL) -> Finding:
+        return judge(self.effects, self.bound, self.direction, level, self.step)
+
+
+def judge(
+    effects: Sequence[float], bound: float, direction: Direction, level: float = LEVEL, step: float = 0.0
+) -> Finding:
     """Judges the hypothesis that the expected effect is above `bound` (direction "higher") or below it ("lower").
 
     With the interval  d̄ ± t s/√n  of n effects (Student's t, n − 1 degrees of freedom) the hypothesis
@@ -64,6 +80,8 @@ def judge(effects: Sequence[float], bound: float, direction: Direction, level: f
         bound: the number that the effect must exceed or stay below.
         direction: on which side of it the claimed effects are.
         level: the probability with which the interval covers the expectation.
+        step: for effects that take only few values, such as Kendall's τ, the distance between neighbouring ones; the
+            interval is then `stepped`.
 
     >>> judge([1.0, 1.2, 0.9, 1.1], 0.0, "higher").word, judge([1.0, 1.2, 0.9, 1.1], 0.0, "lower").word
     ('holds', 'does not hold')
@@ -73,7 +91,7 @@ def judge(effects: Sequence[float], bound: float, direction: Direction, level: f
     n = len(effects)
     if not n:
         return Finding("not run yet", math.nan, math.nan, math.nan, 0)
-    found = student(effects, level)
+    found = stepped(effects, step, level) if step else student(effects, level)
     if n < 2:
         return Finding("undecided", found.mean, math.nan, math.nan, n, 2 - n)
     above, below = found.low > bound, found.high < bound
@@ -104,7 +122,9 @@ def further_seeds(n: int, distance: float, deviation: float, level: float = LEVE
     return more if more <= MOST else None
 
 
-def concluded(parts: Sequence[Hypothesis], need: Need = "all") -> tuple[Word, int | None]:
+def concluded(
+    parts: Sequence[Hypothesis | tuple[Sequence[float], float, Direction]], need: Need = "all"
+) -> tuple[Word, int | None]:
     """The verdict on a claim of several hypotheses, of which all (or any one) must be true.
 
     With `need = "all"` the claim holds if every part holds. Each part's own interval is enough for that: if a part is
@@ -117,19 +137,20 @@ def concluded(parts: Sequence[Hypothesis], need: Need = "all") -> tuple[Word, in
         The verdict, and for an undecided one the number of further seeds that would decide it one way or the other if
         all means and spreads stayed as they are; None if that is more than 1,000.
 
-    >>> concluded([([1.0, 1.1, 0.9], 0.0, "higher"), ([2.0, 2.2, 2.1], 0.0, "higher")])
+    >>> sure, unsure = Hypothesis([1.0, 1.1, 0.9], 0.0, "higher"), Hypothesis([0.1, -0.1, 0.2], 0.0, "higher")
+    >>> concluded([sure, sure])
     ('holds', None)
-    >>> concluded([([1.0, 1.1, 0.9], 0.0, "higher"), ([0.1, -0.1, 0.2], 0.0, "higher")])
+    >>> concluded([sure, unsure])
     ('undecided', 20)
     """
     every: Word = "holds" if need == "all" else "does not hold"
     one: Word = "does not hold" if need == "all" else "holds"
     strict = 1 - (1 - LEVEL) / max(1, len(parts))
-    if not parts or (all(judge(*part).word == every for part in parts)):
+    if not parts or (all(part.judged().word == every for part in parts)):
         return (every, None) if parts else ("not run yet", None)
-    if any(judge(*part, strict).word == one for part in parts):
+    if any(part.judged(strict).word == one for part in parts):
         return one, None
-    if any(len(effects) == 0 for effects, _, _ in parts):
+    if any(len(part.effects) == 0 for part in parts):
         return "not run yet", None
     together = [_until(part, every, LEVEL) for part in parts]
     alone = [more for part in parts if (more := _until(part, one, strict)) is not None]
@@ -139,9 +160,8 @@ def concluded(parts: Sequence[Hypothesis], need: Need = "all") -> tuple[Word, in
 
 def _until(part: Hypothesis, word: Word, level: float) -> int | None:
     """How many further seeds a part needs to come out as `word`; 0 if it does, None if it leans the other way."""
-    effects, bound, direction = part
-    found = judge(effects, bound, direction, level)
+    found = part.judged(level)
     if found.word == word:
         return 0
-    leaning = "holds" if (found.mean > bound) == (direction == "higher") else "does not hold"
+    leaning = "holds" if (found.mean > part.bound) == (part.direction == "higher") else "does not hold"
     return found.more if leaning == word else None
