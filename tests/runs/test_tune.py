@@ -64,6 +64,17 @@ def test_a_promoted_run_is_the_run_that_was_never_stopped(tmp_path):
     assert model == (tmp_path / "b" / "model.safetensors").read_bytes()
 
 
+def test_a_score_is_the_mean_over_the_last_third_of_the_rounds(tmp_path):
+    plan = small(space=("local.lr=0.1,0.2,0.3",), trials=3)
+    (found,) = search(plan, tmp_path, here)
+    for trial in found.trials:
+        run = tmp_path / plan.point("fedavg", trial.settings, 10_000, 9).slug
+        accuracy = [json.loads(line)["accuracy"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for rounds, score in trial.scores.items():
+            assert score == pytest.approx(np.mean(accuracy[rounds - rounds // 3 : rounds]))
+    assert sorted(len(trial.scores) for trial in found.trials) == [1, 1, 2]
+
+
 def _searched(folder, pipe):
     def slow(sweep, where):
         for point in sweep.points:

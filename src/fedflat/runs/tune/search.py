@@ -21,12 +21,13 @@ from fedflat.runs.tune.halving import Rung, promoted, rungs, spent
 from fedflat.runs.tune.space import Settings, Space, tuned_recipe
 
 SEARCH_SEEDS = 10_000  # the first seed of a search; those of the final runs are below
+LOOKS = 9  # evaluations in the first stage, if it has so many rounds; a score is the mean of the last third of them
 Train = Callable[[Sweep, Path], object]  # trains the runs of a sweep in a directory; failed ones have no score
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One combination of settings of a method, with its mean validation score at each evaluated round."""
+    """One combination of settings of a method, with its validation score at the end of each stage."""
 
     method: str
     settings: Settings
@@ -89,7 +90,8 @@ class Plan:
 
     def point(self, method: str, settings: Settings, seed: int, rounds: int) -> Point:
         """A run of a trial up to a round. It never sees test samples: it is scored on held-out client samples."""
-        evaluation = {"on": "validation", "validation": self.validation, "every": 0}
+        every = max(1, self.stages[0].rounds // LOOKS)
+        evaluation = {"on": "validation", "validation": self.validation, "every": every}
         layer = {"seed": seed, "server": {"rounds": rounds}, "evaluation": evaluation}
         recipe = tuned_recipe(self.recipe, method, settings, [layer])
         values = {"method": filled(method, settings), **settings, "seed": seed}
@@ -175,7 +177,7 @@ def _train_stage(plan: Plan, folder: Path, trials: Sequence[tuple[str, Settings]
 
 
 def _score(plan: Plan, folder: Path, method: str, settings: Settings, rounds: int) -> float | None:
-    """The mean over the search seeds of the score at a round (larger is better); None if a run has none."""
+    """The mean over the search seeds of the score up to a round (larger is better); None if a run has none."""
     seeds = range(SEARCH_SEEDS, SEARCH_SEEDS + plan.seeds)
     slugs = (point.slug for point in told_apart([plan.point(method, settings, seed, rounds) for seed in seeds]))
     found = [_read(folder / slug, rounds) for slug in slugs]
@@ -184,15 +186,18 @@ def _score(plan: Plan, folder: Path, method: str, settings: Settings, rounds: in
 
 
 def _read(run: Path, round: int) -> float | None:
-    """The followed metric of a run at a round, with a sign so that larger is better."""
+    """The followed metric of a run up to a round, with a sign so that larger is better; None if the run is shorter.
+
+    It is the mean over the evaluations of the last third of the rounds: with few clients in a round, the metric
+    of a single round says more about these clients than about the settings.
+    """
     if not (run / "metrics.jsonl").is_file():
         return None
     recipe = read_recipe(run)
-    for line in read_whole(run / "metrics.jsonl").splitlines():
-        record = read_record(line)
-        if record and record["round"] == round and record.get(recipe.metric) is not None:
-            return recipe.rank(record[recipe.metric])
-    return None
+    records = [record for line in read_whole(run / "metrics.jsonl").splitlines() if (record := read_record(line))]
+    found = {record["round"]: value for record in records if (value := record.get(recipe.metric)) is not None}
+    last = [recipe.rank(value) for evaluated, value in found.items() if 2 * round < 3 * evaluated <= 3 * round]
+    return fmean(last) if round in found else None
 
 
 def _tuned(
