@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fedflat.local.rule import LocalRule
 from fedflat.local.step import train as local_train
