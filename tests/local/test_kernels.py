@@ -147,14 +147,15 @@ def test_chains_and_rows_are_for_the_cross_entropy_of_classes_only(loss, labels)
     assert not can_share(chain, [plain, plain], loss, labels)
 
 
-def test_with_dropout_the_body_runs_twice_because_each_pass_draws_its_masks():
-    def fits(*layers):
+def test_the_body_runs_once_if_the_head_alone_is_perturbed_and_nothing_draws_masks():
+    def fits(*layers, scope="head"):
         model = Network(nn.Sequential(nn.Linear(4, 4), *layers, nn.Linear(4, 3)))
         rule = LocalRule(0.1, 1, layout=model.layout, head=model.head)
-        rule = parse("fedsol(scope='head')").plan(rule, {"weights": model.weights}, {})
+        rule = parse(f"fedsol(scope='{scope}')").plan(rule, {"weights": model.weights}, {})
         return choose(model, rule, F.cross_entropy, torch.tensor([0])).head is not None
 
     assert fits(nn.Tanh()) and not fits(nn.Tanh(), nn.Dropout())
+    assert not fits(nn.Tanh(), scope="all") and not fits(nn.Tanh(), scope="body")
 
 
 def test_kernels_are_chosen_once_per_client(clients, monkeypatch):

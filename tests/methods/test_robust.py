@@ -26,10 +26,13 @@ from fedflat.methods.parts import (
     Krum,
     NormBound,
     TrimmedMean,
+    robust,
 )
 from fedflat.methods.parts.robust import SPAN
+from fedflat.methods.parts.robust import _gaps as gaps_of
 from fedflat.methods.uploads import Upload, collect
 from fedflat.models.vector import Network
+from fedflat.randomness import Secret, generator
 from fedflat.recipe import Local, Server
 from fedflat.rounds.server import first_state, merge
 from fedflat.rounds.setup import Problem
@@ -44,9 +47,9 @@ ALL = [
 ]  # fmt: skip
 
 
-def move(deltas, part, state=None, round=0):
+def move(deltas, part, state=None, round=0, dtype=torch.float64):
     """What the server adds to its weights when the clients' Δ are these rows."""
-    rows = torch.as_tensor(np.array(deltas), dtype=torch.float64)
+    rows = torch.as_tensor(np.array(deltas), dtype=dtype)
     uploads = collect([Upload(i, 1 + i, 1, 0.1, 0.0, row) for i, row in enumerate(rows)], "samples")
     zeros, method = torch.zeros_like(rows[0]), Method(part)
     view = ServerView(zeros, zeros, round, len(rows), state or method.first_state(zeros))
@@ -105,6 +108,19 @@ def test_the_geometric_median_has_the_smallest_sum_of_distances(count, size):
     assert np.linalg.norm(deltas - found, axis=1).sum() <= expected.fun * (1 + 1e-9)
 
 
+def test_the_geometric_median_stops_when_it_moves_by_a_millionth_of_the_median_distance(monkeypatch):
+    deltas, taken = cloud(7) - 3.0, []
+    monkeypatch.setattr(robust, "_gaps", lambda *given: taken.append(1) or gaps_of(*given))
+    GeometricMedian(2000).locate([*torch.as_tensor(deltas)], ServerView(torch.zeros(6), torch.zeros(6), 0, 7))
+    point, steps = np.median(deltas, axis=0), 0
+    while True:
+        gaps, last, steps = np.linalg.norm(deltas - point, axis=1), point, steps + 1
+        point = (deltas / gaps[:, None]).sum(axis=0) / (1 / gaps).sum()
+        if np.linalg.norm(point - last) <= 1e-6 * np.median(gaps):
+            break
+    assert len(taken) == steps
+
+
 def test_where_more_than_half_of_the_clients_agree_the_geometric_median_agrees_with_them():
     deltas = np.concatenate([np.tile(cloud(1), (4, 1)), cloud(3, seed=1)])
     np.testing.assert_allclose(move(deltas, GeometricMedian()), deltas[0], atol=1e-5)
@@ -126,6 +142,30 @@ def krum_by_brute_force(deltas, f, several):
 def test_krum_is_what_its_definition_says(count, liars, f, several):
     deltas = cloud(count, seed=count)
     np.testing.assert_allclose(move(deltas, Krum(liars, several)), krum_by_brute_force(deltas, f, several), rtol=1e-12)
+
+
+def test_krum_does_not_depend_on_where_the_clients_are():
+    deltas = cloud(30)
+    np.testing.assert_allclose(move(deltas + 1e8, Krum(0.2)) - 1e8, move(deltas, Krum(0.2)), atol=1e-6)
+
+
+def test_krum_sees_differences_that_single_precision_does_not_and_takes_the_first_of_equals():
+    deltas = np.array([[-5.0], [-3.0], [-1.0], [1.0], [3.0], [5.0]])
+    assert move(deltas, Krum(0.0)) == [-1.0]
+    deltas[-1] -= 1e-9  # a little nearer to the second of the two in the middle
+    assert move(deltas, Krum(0.0)) == [1.0]
+
+
+def test_centred_clipping_of_other_vectors_starts_at_the_median():
+    view = ServerView(torch.zeros(6), torch.zeros(6), 0, 4, {"centre": torch.full((6,), 9.0)})
+    for count in (5, 6):
+        found = CentredClipping(1e-9).locate([*torch.as_tensor(cloud(count))], view, "control")
+        np.testing.assert_allclose(found, np.median(cloud(count), axis=0), atol=1e-7)
+
+
+def test_centred_clipping_stands_clients_that_are_where_the_centre_is():
+    deltas = [[0.0, 0.0], [0.0, 0.0], [0.3, 0.4]]
+    np.testing.assert_allclose(move(deltas, CentredClipping(0.25, 1)), [0.05, 0.2 / 3], rtol=1e-12)
 
 
 def test_centred_clipping_is_its_formula_and_remembers_the_last_move():
@@ -155,11 +195,23 @@ def test_the_clients_momentum_is_that_of_heavy_ball():
         np.testing.assert_allclose(sent.delta, expected, rtol=1e-12)
 
 
-def test_the_norm_bound_cuts_to_the_median_norm():
+@pytest.mark.parametrize("factor", [1.0, 0.4, 2.5])
+def test_the_norm_bound_cuts_to_so_many_median_norms(factor):
     deltas = cloud(7) * np.arange(1, 8)[:, None]
     norms = np.linalg.norm(deltas, axis=1, keepdims=True)
-    expected = (deltas * np.minimum(1, np.median(norms) / norms)).mean(axis=0)
-    np.testing.assert_allclose(move(deltas, NormBound()), expected, rtol=1e-12)
+    expected = (deltas * np.minimum(1, factor * np.median(norms) / norms)).mean(axis=0)
+    np.testing.assert_allclose(move(deltas, NormBound(factor)), expected, rtol=1e-12)
+
+
+def test_the_norm_bound_stands_clients_that_do_not_move():
+    np.testing.assert_allclose(move([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0]], NormBound()), [2.0, 8 / 3], rtol=1e-12)
+
+
+@pytest.mark.parametrize("part", [NormBound(), GeometricMedian(), CentredClipping()], ids=repr)
+def test_the_squares_of_long_vectors_do_not_overflow(part):
+    """Entries of 1e25 have squares that float32 does not."""
+    deltas = cloud(7)
+    np.testing.assert_allclose(move(1e25 * deltas, part, dtype=torch.float32) / 1e25, move(deltas, part), rtol=1e-4)
 
 
 def test_buckets_hold_every_client_once_and_change_from_round_to_round():
@@ -173,6 +225,14 @@ def test_buckets_hold_every_client_once_and_change_from_round_to_round():
     means = np.array([deltas[list(pair)].mean(axis=0) for pair in pairs])
     alone = Bucketing(Krum(0.0), 2)
     assert np.isclose(means, move(deltas, alone)).all(axis=1).any(), "Krum chooses the mean of one bucket"
+
+
+@pytest.mark.parametrize("seed", [5, Secret(2**200 + 5)], ids=["seed", "secret"])
+def test_the_buckets_come_from_all_bits_of_the_seed(seed):
+    rows, zeros = torch.as_tensor(cloud(6)), torch.zeros(6, dtype=torch.float64)
+    order = torch.randperm(6, generator=generator(seed, "buckets", 3))
+    found = Bucketing(TrimmedMean(0.5), 2).locate([*rows], ServerView(zeros, zeros, 3, 6, seed=seed))
+    torch.testing.assert_close(found, rows[order].view(3, 2, 6).mean(dim=1).median(dim=0).values)
 
 
 def test_vectors_longer_than_a_span_are_joined_in_order():

@@ -14,6 +14,7 @@ from fedflat.local.step import train as local_train
 from fedflat.methods.chain import Method
 from fedflat.methods.parser import cost
 from fedflat.methods.parts import Ascent, TopEigenvalue
+from fedflat.methods.parts.terms import climbed
 from fedflat.models.vector import Network
 
 DOUBLE = dict(dtype=torch.float64)
@@ -58,6 +59,27 @@ def penalised(part, network, batch, steps=1, lr=1.0):
 
 def gradient(loss, weights):
     return torch.func.grad(loss)(weights.clone())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_improvement_is_the_best_of_the_plane_of_the_vector_and_its_image(seed):
+    chance = torch.Generator().manual_seed(seed)
+    square, v = torch.randn(6, 6, generator=chance, **DOUBLE), torch.randn(6, generator=chance, **DOUBLE)
+    matrix, v = square + square.T, v / v.norm()
+    plane, _ = torch.linalg.qr(torch.stack([v, matrix @ v], dim=1))
+    x, image = climbed(v, matrix @ v, lambda u: matrix @ u)
+    best = torch.linalg.eigvalsh(plane.T @ matrix @ plane)[-1]
+    torch.testing.assert_close(x @ matrix @ x / (x @ x), best, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(image, matrix @ x, rtol=1e-12, atol=1e-12)
+
+
+def test_its_start_does_not_depend_on_the_global_generator():
+    found = []
+    for seed in (1, 2):
+        network, batch, _ = saddle()
+        torch.manual_seed(seed)
+        found.append(penalised(TopEigenvalue(0.1), network, batch)[0].delta)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("task", [curved, saddle])

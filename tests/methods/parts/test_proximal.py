@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fedflat.local.rule import LocalRule
 from fedflat.local.step import train as local_train
@@ -169,6 +170,22 @@ def test_the_ablations_of_table_6_are_the_plain_computation(make, form, source):
     expected = gradient(local, f) + (0 if p is None else beta * gradient(proximal, p))
     ours = descent(AblatedAscent(source, rho, "fixed", form=form, beta=beta), network, batch, anchor)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_lambda_of_a_parameter_without_a_layer_has_the_parameters_name():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift, self.fc = nn.Parameter(torch.ones(36)), nn.Linear(36, 4)
+
+        def forward(self, x):
+            return self.fc(x.flatten(1) + self.shift)
+
+    network, batch, anchor = task(Shifted)
+    rule = LocalRule(1.0, 1, layout=network.layout, head=network.head, measures=["lambda"])
+    rule = Method(ProximalAscent(rho=0.1)).plan(rule, {"weights": anchor}, {})
+    outcome = local_train(network, network.weights.clone(), rule, [batch], F.cross_entropy)
+    assert {*outcome.notes} == {"lambda/shift", "lambda/fc"}
 
 
 @pytest.mark.parametrize("form", ["A1", "A4"])

@@ -182,4 +182,7 @@ def test_fednovas_normaliser_goes_on_beyond_the_steps_that_are_summed_one_by_one
     last, first = (normaliser(LocalRule(0.1, MANY + more, decay=2e-5, spring=1e-5)) for more in (0, 1))
     assert first == pytest.approx((1 - 3e-6) * last + 1, rel=1e-9)
     assert first < 0.9 * MANY
+    assert normaliser(LocalRule(0.1, MANY + 1, decay=15.0)) == pytest.approx(1 / 1.5), (
+        "a step beyond the anchor and back"
+    )
     assert [normaliser(LocalRule(0.1, MANY + 1, decay=decay)) for decay in (1e-30, 20.0, 50.0)] == [MANY + 1] * 3

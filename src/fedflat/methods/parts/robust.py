@@ -132,7 +132,7 @@ class Krum(RobustAverage):
     def locate(self, rows: Sequence[Tensor], server: ServerView, name: str = "") -> Tensor:
         count = len(rows)
         bad = min(math.ceil(self.liars * count - 1e-9), (count - 3) // 2)
-        nearest = _squares(rows).sort(dim=1).values[:, 1 : count - bad - 1]  # the first is itself
+        nearest = _squares(rows).sort(dim=1).values[:, : count - bad - 1]  # the first is itself, at distance 0
         order = nearest.sum(dim=1).argsort(stable=True).tolist()
         chosen = [rows[i] for i in sorted(order[: count - bad if self.several else 1])]
         return _weighted(chosen, [1 / len(chosen)] * len(chosen))
