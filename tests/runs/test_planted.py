@@ -145,6 +145,22 @@ def test_checkpoints_that_are_a_link_cost_nobody_theirs(run, tmp_path):
     assert {path.name: path.read_bytes() for path in precious.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    ("tracker", "folder"), [("tensorboard", "tensorboard"), ("mlflow", "mlruns"), ("wandb", "wandb")]
+)
+def test_a_tracker_does_not_write_through_a_link(tracker, folder, tmp_path):
+    from fedflat.recipe import load
+    from fedflat.runs.trackers import Trackers
+
+    elsewhere, run, said = tmp_path / "elsewhere", tmp_path / "run", []
+    elsewhere.mkdir(), run.mkdir()
+    (run / folder).symlink_to(elsewhere, target_is_directory=True)
+    with Trackers(load(None, [f'trackers=["{tracker}"]']), run, said.append) as trackers:
+        trackers({"round": 1, "loss": 0.5})
+    assert not [*elsewhere.iterdir()]
+    assert len(said) == 1 and f"{folder} is a symbolic link" in said[0]
+
+
 def test_a_landscape_is_not_written_through_a_link(tmp_path, victim):
     from fedflat.federation import save_npz
 

@@ -94,7 +94,8 @@ def _serve(
     callbacks: Sequence[Callable[[Record], None]],
 ) -> None:
     journal = Journal(out)
-    table, agreed = None, None
+    table: dict[str, int] | None = None
+    agreed: dict[int, int] | None = None
     if keys and has_keys(grid):
         table, agreed = read_table(keys, recipe.split.clients), read_agreed(keys, recipe.split.clients)
     else:

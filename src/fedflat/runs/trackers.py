@@ -19,6 +19,7 @@ from fedflat.rounds import flat_record
 from fedflat.runs.folder import Record
 
 Ending = Literal["FINISHED", "KILLED", "FAILED"]
+FOLDERS = {"tensorboard": "tensorboard", "mlflow": "mlruns", "wandb": "wandb"}  # where they write in a run's directory
 LAST = "refused"  # every round has this metric, and it is written last
 
 
@@ -60,6 +61,8 @@ class Trackers:
         self._open: dict[str, Tracker] = {}
         for name in dict.fromkeys(recipe.trackers):
             with self._forgiving(name):
+                if (folder := run / FOLDERS[name]).is_symlink():  # in somebody else's run it may lead anywhere
+                    raise RecipeError(f"{folder.name} is a symbolic link")
                 tracker = self._open[name] = KINDS[name](run, recipe, self._pages.get(name, {}))
                 self._note(name, id=tracker.id, round=tracker.round)
 
