@@ -24,7 +24,11 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
 # The files that take longest begin first: a worker gets whole files, and the last one decides when the tests end.
-LONG = ("flower/test_processes.py", "engine/test_cluster.py", "methods/test_laws.py", "test_tutorials.py")
+LONG = (
+    "flower/test_processes.py", "engine/test_cluster.py", "methods/test_laws.py", "runs/test_export.py",
+    "test_tutorials.py", "runs/test_sweep.py", "engine/test_engine.py", "rounds/test_measures.py",
+    "engine/test_second_device.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import fedflat
 from fedflat import Dataset, Federation, FedflatError, Samples, train
 from fedflat.engine.inline import Inline
 from fedflat.engine.store import Scratch, _system
@@ -184,6 +185,10 @@ def test_a_terminated_run_leaves_nothing_behind(tmp_path, engine):
     [
         (lambda: Samples(torch.zeros(3, 2), torch.zeros(2, dtype=torch.long)), "3 inputs with 2 labels"),
         (lambda: Samples(torch.zeros(2, 2), torch.zeros(2, dtype=torch.int32)), "make them int64"),
+        (lambda: Samples(1, torch.zeros(2)), "samples: inputs is a int; give a tensor"),
+        (lambda: Dataset("mine", None, None, 3, (), ()), "mine: its train is a NoneType; give fedflat.Samples"),
+        (lambda: fedflat.trust(["mine"]), r"trust: \['mine'\] is not the name of a package"),
+        (lambda: fedflat.models.merged(3), "merged: is a int; give a module"),
         (lambda: dataset([0, 5]), "classes from 0 to 2"),
         (lambda: dataset([]), "at least one training"),
         (

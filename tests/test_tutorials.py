@@ -20,10 +20,10 @@ def kernel(tmp_path_factory):
         patch.setenv("OMP_NUM_THREADS", "1")
         # CIFAR-10 would take longer than the digits
         patch.setenv("FEDFLAT_DATA", str(tmp_path_factory.mktemp("no data")))
-        first = NotebookClient(nbformat.v4.new_notebook())
-        first.execute(cleanup_kc=False)
-        yield first.km
-        first._cleanup_kernel()
+        client = NotebookClient(nbformat.v4.new_notebook(), timeout=300)
+        client.execute(cleanup_kc=False)
+        yield client
+        client._cleanup_kernel()
 
 
 def test_there_are_seven():
@@ -36,7 +36,8 @@ def test_a_notebook_runs(path, kernel, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(FRESH.format(folder=str(tmp_path))))
-    NotebookClient(notebook, timeout=300, km=kernel).execute()
+    kernel.nb = notebook
+    kernel.execute(cleanup_kc=False)
     shown = [kind for cell in notebook.cells for out in cell.get("outputs", ()) for kind in out.get("data", ())]
     assert "text/html" in shown or "text/plain" in shown
     assert "image/png" in shown

@@ -38,10 +38,16 @@ _anything = False
 def trust(*packages: str) -> None:
     """Allow recipes and runs to name classes of these packages or modules, until the process ends.
 
+    Raises:
+        RecipeError: an argument is not a name.
+
     >>> trust("mypackage.parts")
     >>> is_trusted("mypackage.parts.ascent"), is_trusted("mypackage")
     (True, False)
     """
+    for name in packages:
+        if not isinstance(name, str) or not name:
+            raise RecipeError(f"trust: {name!r} is not the name of a package; write it as in an import")
     _packages.update(packages)
 
 

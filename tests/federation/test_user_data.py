@@ -66,6 +66,11 @@ def test_a_table_and_a_csv_file_with_a_client_column_are_the_same_natural_client
     torch.testing.assert_close(inputs.std(dim=0, correction=0), torch.ones(5), rtol=0, atol=1e-5)
 
 
+def test_the_owners_of_a_table_may_also_be_an_array_and_one_column_a_name():
+    made = federate(TABLE, label="sick", client=list(TABLE["ward"]), columns="x0", test=0.2, split="natural")
+    assert made.clients == TABLE["ward"].nunique() and made.dataset.train.inputs.shape[1:] == (1,)
+
+
 def test_texts_as_labels_are_classes_and_floating_labels_are_regressed():
     named = federate(TABLE.drop(columns="sick"), label="ward", split="iid", clients=2).dataset
     assert named.classes == 3 and named.task == "classification"
@@ -169,6 +174,14 @@ REFUSED = {
     "number": (lambda: federate("digits", 20), "split: is a int; give the name of a split"),
     "sample": (lambda: federate(TensorDataset(torch.zeros(3, 2)), "iid", 2), r"sample 0 .* must give \(input, label\)"),
     "not finite": (lambda: federate(X * np.inf, Y), "not finite"),
+    "clients": (lambda: federate("digits", "iid", "five"), "clients = 'five': give a whole number"),
+    "half": (lambda: federate("digits", "iid", 2.5), "clients = 2.5: give a whole number"),
+    "yes": (lambda: federate("digits", "iid", True), "clients = True: give a whole number"),
+    "seed": (lambda: federate("digits", "iid", 2, seed=1.5), "seed = 1.5: give a whole number"),
+    "augment": (lambda: federate("digits", "iid", 2, augment="flip"), "augment: is a str; give a fedflat.Augment"),
+    "labels": (lambda: federate(TABLE, label=["sick"]), "label= is a list; give the name of one column"),
+    "told": (lambda: federate(TABLE, label="sick", columns=["x0", "sick"]), "'sick' holds the labels; leave it out"),
+    "nobody": (lambda: federate(TABLE.assign(ward=np.nan), label="sick", client="ward"), "row 1 of column 'ward'"),
 }  # fmt: skip
 
 

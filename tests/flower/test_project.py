@@ -10,6 +10,7 @@ import threading
 import tomllib
 import zipfile
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,7 @@ is_valid_name = pytest.importorskip("flwr.supercore.utils").is_valid_name
 x509 = pytest.importorskip("cryptography.x509")
 serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
 pytestmark = pytest.mark.filterwarnings("ignore")
+DOCS = Path(__file__).parents[2] / "docs"
 CHANGES = ["method=scaffold", "split.clients=3", "server.cohort=2"]
 RECIPE = load(None, CHANGES)
 
@@ -70,6 +72,14 @@ def imported(name, path):
     module = module_from_spec(found)
     found.loader.exec_module(module)
     return module
+
+
+def test_the_recipe_of_the_docs_becomes_an_app_with_its_two_clients(fedflat, tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", (DOCS / "deployment.md").read_text("utf-8"), re.S)
+    (tmp_path / "recipe.toml").write_text(text)
+    code, said = fedflat("flower", "init", tmp_path / "wards", "--recipe", tmp_path / "recipe.toml")
+    assert code == 0, said
+    assert load(tmp_path / "wards" / "wards" / "recipe.toml").split.clients == 2
 
 
 def test_nothing_is_left_to_fill_in(tmp_path):

@@ -43,6 +43,7 @@ def test_every_entry_spells_itself_out_and_back(name):
         ("fedsam(**{})", "method = 'fedsam(**{})': write the options of fedsam one by one, without * or **"),
         ("fedsam(**{'rho': 1})", "method = \"fedsam(**{'rho': 1})\": write the options of fedsam one by one"),
         ("fedsam(*[1])", "method = 'fedsam(*[1])': write the options of fedsam one by one"),
+        ("fedsam(rho=1, rho=2)", "method = 'fedsam(rho=1, rho=2)': fedsam is given rho twice"),
         ("fedsam(0.1, rho=0.2)", "method: fedsam is given rho twice, as 0.1 and 0.2"),
         ("fedsam * 2", "method = 'fedsam * 2': write it like"),
         ("fedsam +", "method = 'fedsam +': write it like"),

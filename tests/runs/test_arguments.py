@@ -58,6 +58,12 @@ def test_a_model_or_loss_that_does_not_fit_the_data_is_refused(federation, given
         (dict(model=Pair()), "model: it returns a tuple"),
         (dict(model=spoilt()), "model: its weights are not finite before the first round"),
         (dict(model=nn.Sequential(nn.Flatten(), nn.LazyLinear(10))), "model: it has lazy layers"),
+        (
+            dict(model=nn.Sequential(nn.Flatten(), nn.Linear(64, 10, device="meta"))),
+            "model: it is on torch's meta device",
+        ),
+        (dict(loss=lambda outputs, labels: None), "loss: it returns a NoneType; it must return a tensor of one number"),
+        (dict(loss=nn.CrossEntropyLoss(reduction="none")), "loss: it returns a tensor of 4 numbers; it must return"),
         (dict(task=F.mse_loss), "the task is a function"),
         (dict(callbacks=print), "callbacks is a builtin_function_or_method; give a list"),
         (dict(out=3), "out is of type int; give the path"),
@@ -119,6 +125,8 @@ def test_a_metric_that_no_round_has_is_an_error_in_last_too(federation):
 
 def test_flatness_refuses_no_eigenvalue_and_a_loss_that_is_not_a_function():
     data = (torch.rand(9, 64), torch.zeros(9).long())
+    with pytest.raises(RecipeError, match=r"k = 1\.5: ask for at least one eigenvalue, by a whole number"):
+        fedflat.flatness.look(net(), data, k=1.5)
     with pytest.raises(RecipeError, match="k = 0: ask for at least one eigenvalue"):
         fedflat.flatness.look(net(), data, k=0)
     with pytest.raises(RecipeError, match="loss: is a str; give a function"):

@@ -32,6 +32,8 @@ def test_a_misspelt_metric_gets_a_suggestion(result):
     for ask in (result.curve, lambda name: result.plot(metric=name)):
         with pytest.raises(RecipeError, match=r"no metric 'acuracy'; did you mean accuracy\?"):
             ask("acuracy")
+    with pytest.raises(RecipeError, match="there is no metric 3; known: accuracy"):
+        result.curve(3)
 
 
 def test_every_round_is_a_row(result, monkeypatch):

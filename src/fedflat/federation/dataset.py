@@ -28,6 +28,11 @@ class Samples:
     groups: Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name in ("inputs", "labels"):
+            if not isinstance(given := getattr(self, name), Tensor):
+                raise DataError(
+                    f"samples: {name} is a {type(given).__name__}; give a tensor, or arrays to fedflat.federate"
+                )
         if len(self.inputs) != len(self.labels) or (self.groups is not None and len(self.groups) != len(self.labels)):
             raise DataError(f"samples: {len(self.inputs)} inputs with {len(self.labels)} labels; give one for each")
         if self.labels.dtype != torch.int64 and not self.labels.is_floating_point():
@@ -82,6 +87,9 @@ class Dataset:
     def __post_init__(self) -> None:
         if self.tokenizer and self.tokenizer.size != self.vocabulary:
             raise DataError(f"{self.name}: its tokenizer has {self.tokenizer.size} tokens, not {self.vocabulary}")
+        for name in ("train", "test"):
+            if not isinstance(given := getattr(self, name), Samples):
+                raise DataError(f"{self.name}: its {name} is a {type(given).__name__}; give fedflat.Samples")
         for part in (self.train, self.test):
             if not len(part):
                 raise DataError(f"{self.name}: it needs at least one training and one test sample")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.errors import RecipeError, SplitError, nearest
+from fedflat.errors import RecipeError, SplitError, nearest, shortened
 from fedflat.federation import authors, partition
 from fedflat.federation.augment import Augment
 from fedflat.federation.corpora import Cut
@@ -163,6 +163,12 @@ def federate(
     >>> federation.clients, sum(federation.samples(i) for i in range(20)) == len(federation.dataset.train.labels)
     (20, True)
     """
+    for option, number in (("clients", clients), ("seed", seed), ("limit", limit)):
+        if isinstance(number, bool) or not isinstance(number, int | np.integer | None):
+            raise RecipeError(f"{option} = {shortened(repr(number))}: give a whole number")
+    shaken: object = augment
+    if not isinstance(shaken, Augment | None):
+        raise RecipeError(f"augment: is a {type(shaken).__name__}; give a fedflat.Augment")
     text: dict[str, Any] = {
         "window": window,
         "stride": stride,

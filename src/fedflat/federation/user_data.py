@@ -80,7 +80,7 @@ def own_dataset(
         found = image_folder(Path(whole).expanduser(), size)
         pair = _pair(found.train, found.test)
         return _assembled(Path(whole).expanduser().resolve().name, *pair, test, owner, vocabulary, seed)
-    train = _raw(whole, label, owner, columns, "data")
+    train = _raw(whole, label, owner if isinstance(owner, str) else None, columns, "data")
     if isinstance(test, float) or (isinstance(test, int) and not isinstance(test, bool)):
         held: Raw | None = None
     else:
@@ -201,14 +201,22 @@ def _image(picture: Any) -> NDArray[np.uint8]:
 def _from_table(
     table: Columns, label: str | None, owner: str | None, columns: Sequence[str] | None, source: str
 ) -> Raw:
-    named = {"label": label, "client": owner}
+    named: dict[str, Any] = {"label": label, "client": owner}
+    columns = [columns] if isinstance(columns, str) else columns
     for option, column in named.items():
+        if column is not None and not isinstance(column, str):
+            raise DataError(f"{source}: {option}= is a {type(column).__name__}; give the name of one column")
         if column is not None and column not in table:
             raise DataError(f"{source}: has no column {column!r} ({option}=); it has {', '.join(table)}")
     if label is None:
         raise DataError(f"{source}: which column holds the labels? Say label=; there are {', '.join(table)}")
     taken = {column for column in named.values() if column is not None}
     inputs = [name for name in table if name not in taken] if columns is None else list(columns)
+    if label in inputs:
+        raise DataError(f"{source}: column {label!r} holds the labels; leave it out of columns=")
+    if owner is not None and table[owner].dtype.kind == "f" and np.isnan(table[owner]).any():
+        row = int(np.isnan(table[owner]).argmax())
+        raise DataError(f"{source}: row {row + 1} of column {owner!r} (client=) is missing; every row needs an owner")
     for name in inputs:
         if name not in table:
             raise DataError(f"{source}: has no column {name!r} (columns=); it has {', '.join(table)}")

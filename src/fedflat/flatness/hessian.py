@@ -165,12 +165,11 @@ def top_eigenvalues(hessian: Operator, k: int = 5, tolerance: float = 1e-3, seed
         The eigenvalues, eigenvectors and residuals. The eigenvalues are NaN if a product is not finite.
 
     Raises:
-        RecipeError: k is not positive.
+        RecipeError: k is not a whole number of at least 1.
         TrainingError: Lanczos did not converge.
-        RecipeError: `k` is less than 1.
     """
-    if k < 1:
-        raise RecipeError(f"k = {k}: ask for at least one eigenvalue")
+    if not isinstance(k, int) or k < 1:
+        raise RecipeError(f"k = {k}: ask for at least one eigenvalue, by a whole number")
     before = hessian.products
     try:
         values, vectors, residuals = largest(hessian, k, tolerance, seed)

@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -182,6 +183,8 @@ def _from_tree(tree: ast.expr, text: str, own: Mapping[str, str]) -> list[Call]:
         name = own.get(tree.func.id, tree.func.id)
         if any(k.arg is None for k in tree.keywords) or any(isinstance(a, ast.Starred) for a in tree.args):
             raise RecipeError(f"method = {text!r}: write the options of {name} one by one, without * or **")
+        if twice := [each for each, times in Counter(str(k.arg) for k in tree.keywords).items() if times > 1]:
+            raise RecipeError(f"method = {text!r}: {name} is given {twice[0]} twice")
         try:
             arguments = [_value(a, text, own) for a in tree.args]
             options = {str(k.arg): _value(k.value, text, own) for k in tree.keywords}

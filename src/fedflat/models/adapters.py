@@ -144,6 +144,9 @@ def merged(module: nn.Module) -> nn.Module:
     >>> [name for name, _ in merged(network).named_parameters()]
     ['0.weight', '0.bias']
     """
+    given: object = module
+    if not isinstance(given, nn.Module):
+        raise RecipeError(f"merged: is a {type(given).__name__}; give a module")
     module = copy.deepcopy(module)
     if merge := getattr(module, "merge_and_unload", None):
         module = plain_output(merge())

@@ -125,6 +125,8 @@ def assemble(
     if module is not None:
         # The caller's module stays unchanged, so that the next run can start from it again.
         module = take_normalised(copy.deepcopy(module))
+        if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
+            raise RecipeError("model: it is on torch's meta device and has no weights yet; load them first")
     else:
         chance = generator(recipe.seed, "weights")
         kind: Record = {"vocabulary": data.vocabulary, "per_token": task.output == "tokens"}

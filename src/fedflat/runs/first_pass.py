@@ -23,7 +23,8 @@ def first_pass(network: Network, task: Task, federation: Federation) -> None:
 
     Raises:
         DataError: the model cannot process the samples, or the loss not the model's outputs.
-        RecipeError: the weights are not finite, or the model returns something else than a tensor.
+        RecipeError: the weights are not finite, the model returns something else than a tensor, or the loss something
+            else than one number.
     """
     if not bool(network.weights.isfinite().all()):
         raise RecipeError("model: its weights are not finite before the first round")
@@ -39,4 +40,7 @@ def first_pass(network: Network, task: Task, federation: Federation) -> None:
         labels = labels.clone()
         labels.view(-1)[0] = federation.dataset.train.labels.max()  # the class that needs the most outputs
     with torch.no_grad(), explained("loss: it cannot be computed from outputs and labels of", outputs, labels):
-        task.loss(outputs, labels)
+        loss: object = task.loss(outputs, labels)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of {loss.numel()} numbers" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise RecipeError(f"loss: it returns {what}; it must return a tensor of one number, the mean loss of the batch")

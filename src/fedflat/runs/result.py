@@ -100,7 +100,7 @@ class Result(Shown):
         flat = [flat_record(record) for record in self.history]
         known = {key for record in flat for key in record}
         if name not in known and flat:
-            raise RecipeError(f"result: there is no metric {name!r}; {nearest(name, known - {'round'})}")
+            raise RecipeError(f"result: there is no metric {name!r}; {nearest(str(name), known - {'round'})}")
         return [(record["round"], record[name]) for record in flat if record.get(name) is not None]
 
     @property
