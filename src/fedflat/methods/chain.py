@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedflat.errors import RecipeError
 from fedflat.local import LocalRule, Outcome, Vectors
-from fedflat.methods.contract import check_declared, kept, merged, reported, vector, vectors
+from fedflat.methods.contract import check_declared, handed, kept, merged, vector, vectors
 from fedflat.methods.contract import rule as checked_rule
 from fedflat.methods.link import Link, links_of, reporting
 from fedflat.methods.observe import Findings, observed, resolved
@@ -229,7 +229,7 @@ class Method:
         for link in self._reporting:
             own = link.memory.open(memory)
             made = link.report(replace(upload, vectors={}), sent, own, outcome)
-            upload, mine = kept(link.name, reported, made, outcome.delta, own)
+            upload, mine = kept(link.name, handed, made)
             new |= link.memory.close(mine)
             beside |= link.uploads.close(upload.vectors)
         return replace(upload, vectors=beside), {**memory, **new}

@@ -126,14 +126,20 @@ def memory(result: object, weights: Tensor) -> Vectors:
 
 def reported(result: object, like: Tensor, known: Vectors) -> tuple[Upload, Vectors]:
     """Return the result if it is an upload with a Δ like the weights and a dict with the client's memory."""
-    upload, kept = _pair(result, "report's upload and memory are")
-    if not isinstance(upload, Upload):
-        raise RecipeError(f"{_shown(upload)} is returned where report's upload is due")
+    upload, kept = handed(result)
     vector(upload.delta, like)
     for name, made in vectors(upload.vectors).items():
         if made.dim() != 1:
             raise RecipeError(f"its report uploads {name!r} as {_shown(made)}; only vectors can be uploaded")
-    return upload, _alike(vectors(kept), known, "report", "first_memory")
+    return upload, _alike(kept, known, "report", "first_memory")
+
+
+def handed(result: object) -> tuple[Upload, Vectors]:
+    """Return the result if it is an upload and a dict of tensors; their shapes are left to the admission of a round."""
+    upload, kept = _pair(result, "report's upload and memory are")
+    if not isinstance(upload, Upload):
+        raise RecipeError(f"{_shown(upload)} is returned where report's upload is due")
+    return upload, vectors(kept)
 
 
 def merged(result: object, like: Tensor, known: Vectors) -> tuple[Tensor, Vectors]:
