@@ -139,8 +139,10 @@ class Memory:
     @contextmanager
     def reading(self, clients: Sequence[int]) -> Iterator[dict[int, Vectors]]:
         """Return the vectors of these clients, which this process holds only within this context."""
-        yield {client: self[client] or {} for client in clients}
-        self.release(clients)
+        try:
+            yield {client: self[client] or {} for client in clients}
+        finally:
+            self.release(clients)
 
     def keep(self, client: int, vectors: Vectors) -> None:
         try:

@@ -122,9 +122,7 @@ def further_seeds(n: int, distance: float, deviation: float, level: float = LEVE
     return more if more <= MOST else None
 
 
-def concluded(
-    parts: Sequence[Hypothesis | tuple[Sequence[float], float, Direction]], need: Need = "all"
-) -> tuple[Word, int | None]:
+def concluded(parts: Sequence[Hypothesis], need: Need = "all") -> tuple[Word, int | None]:
     """The verdict on a claim of several hypotheses, of which all (or any one) must be true.
 
     With `need = "all"` the claim holds if every part holds. Each part's own interval is enough for that: if a part is
@@ -146,7 +144,7 @@ def concluded(
     every: Word = "holds" if need == "all" else "does not hold"
     one: Word = "does not hold" if need == "all" else "holds"
     strict = 1 - (1 - LEVEL) / max(1, len(parts))
-    if not parts or (all(part.judged().word == every for part in parts)):
+    if all(part.judged().word == every for part in parts):
         return (every, None) if parts else ("not run yet", None)
     if any(part.judged(strict).word == one for part in parts):
         return one, None
