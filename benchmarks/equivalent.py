@@ -1,7 +1,7 @@
 """Mutants of `mutation.py` that no test can kill, because they compute the same: they are not tried."""
 
 COSTS = "asks for more than is needed, which only costs time or memory"
-# Module, function, a part of the change, and the reason. What stands before ¦ is the end of the line that is changed.
+# Module, function, a part of the change, and the reason. Before the change and a ¦ stands its line, and behind it a ¦.
 EQUIVALENT = [
     ("methods/parts/consensus.py", "ConsensusAscent.merge", "else GUARD → 1e-16", "a guard"),
     ("methods/parts/consensus.py", "ConsensusAscent.plan", "else {} → {'last': torch.zeros_like(memory['dual'])}",
@@ -26,6 +26,8 @@ EQUIVALENT = [
     ("methods/parts/server_step.py", "WeightAveraging.evaluated", "else None → server['swa']",
      "before round 0 the average is w"),
     ("methods/parts/terms.py", "ActivationTerm._official", "0.0 → 1", "a constant has no gradient"),
+    ("methods/parts/terms.py", "EigenvalueTerm.__call__", "v / v.norm() → v ¦",
+     "it has length one but for rounding, which does not add up over 60 steps"),
     ("methods/parts/terms.py", "climbed", "→ along * v - image", "r and −r give the same plane"),
     ("methods/parts/proximal.py", "WatchedStep.__call__", "0 → 1", "what a watched term returns is not used"),
     ("methods/parts/proximal.py", "ProximalStep.features", "False → True", COSTS),

@@ -255,7 +255,7 @@ def mutants(module: str) -> list[Mutant]:
             change = f"{before[:90]} → {after[:90]}"
             mutant = Mutant(module, function, first, node.lineno, node.col_offset, change, place, variant)
             same = [text for where, name, text, _ in EQUIVALENT if (where, name) == (module, function)]
-            if not any(text in f"{lines[node.lineno - 1]} ¦ {change}" for text in same):
+            if not any(text in f"{lines[node.lineno - 1]} ¦ {change} ¦" for text in same):
                 found.append(mutant)
     return found
 

@@ -7,6 +7,7 @@ from fedflat.methods.example import example_rule
 from fedflat.methods.part import Wrapper
 from fedflat.methods.parts import (
     AblatedAscent,
+    ActivationNorm,
     AdaptiveAscent,
     Ascent,
     CentredClipping,
@@ -24,6 +25,7 @@ from fedflat.methods.parts import (
     ProximalAscent,
     RelaxedStart,
     SparingAscent,
+    TopEigenvalue,
     TopK,
 )
 
@@ -58,6 +60,12 @@ def test_without_a_radius_the_ascent_of_another_part_stays(part):
     other = Ascent(0.5)
     assert part.plan(example_rule().with_ascent(other), sent, memory).ascent is other
     assert part.plan(example_rule(), sent, memory).ascent is None
+
+
+@pytest.mark.parametrize("part", [ActivationNorm(0), TopEigenvalue(0)], ids=repr)
+def test_without_a_weight_a_term_is_only_watched(part):
+    rule = part.plan(example_rule(), {"weights": WEIGHTS}, {})
+    assert (len(rule.terms), len(rule.watched)) == (0, 1)
 
 
 def test_without_beta_a_client_starts_where_the_server_is():
