@@ -28,7 +28,9 @@ class Done:
 def forked(function: Callable[[], object], timeout: float = 120, cwd: Path | None = None, **environment: str) -> Done:
     """Call a function in a forked process, with these changes to its environment, and wait for its end."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: of forks beside threads
+            pid = os.fork()
         if not pid:
             os._exit(_called(function, (out.fileno(), errors.fileno()), cwd, environment))
         code = _ended(pid, timeout)

@@ -140,6 +140,9 @@ def merged(module: nn.Module) -> nn.Module:
 
     A module from `peft` is merged by `peft`, and a module without adapters is only copied.
 
+    Raises:
+        RecipeError: the argument is not a module.
+
     >>> network = lora(nn.Sequential(nn.Linear(8, 2)), rank=1, targets="all")
     >>> [name for name, _ in merged(network).named_parameters()]
     ['0.weight', '0.bias']
