@@ -269,7 +269,7 @@ def of_model(measure: Callable[P, R], name: str = "") -> Door[P, R]:
     return call  # type: ignore[return-value]
 
 
-KINDS: dict[str, tuple[type, str]] = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
+KINDS: dict[str, tuple[Any, str]] = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
 
 
 def _check_numbers(title: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
