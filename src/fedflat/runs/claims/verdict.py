@@ -122,9 +122,7 @@ def further_seeds(n: int, distance: float, deviation: float, level: float = LEVE
     return more if more <= MOST else None
 
 
-def concluded(
-    parts: Sequence[Hypothesis | tuple[Sequence[float], float, Direction]], need: Need = "all"
-) -> tuple[Word, int | None]:
+def concluded(parts: Sequence[Hypothesis], need: Need = "all") -> tuple[Word, int | None]:
     """The verdict on a claim of several hypotheses, of which all (or any one) must be true.
 
     With `need = "all"` the claim holds if every part holds. Each part's own interval is enough for that: if a part is
