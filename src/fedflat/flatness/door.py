@@ -281,7 +281,7 @@ def _check_numbers(title: str, signature: inspect.Signature, options: Mapping[st
         expected, told = KINDS[kind]
         if not isinstance(value, expected) or value != value:
             raise RecipeError(f"{title}: {name} is {shown(value)}; it must be {told}")
-        if name == "seed" and not -(2**63) <= value < 2**63:
+        if name == "seed" and not -(2**63) <= int(value) < 2**63:
             raise RecipeError(f"{title}: seed is {value}; it must fit into 64 bits")
 
 
