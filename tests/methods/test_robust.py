@@ -156,6 +156,14 @@ def test_krum_sees_differences_that_single_precision_does_not_and_takes_the_firs
     assert move(deltas, Krum(0.0)) == [1.0]
 
 
+def test_without_a_radius_centred_clipping_takes_the_median_distance_of_every_step():
+    deltas, centre = cloud(7), np.zeros(6)
+    for _ in range(3):
+        gaps = np.linalg.norm(deltas - centre, axis=1, keepdims=True)
+        centre = centre + ((deltas - centre) * np.minimum(1, np.median(gaps) / gaps)).mean(axis=0)
+    np.testing.assert_allclose(move(deltas, CentredClipping()), centre, rtol=1e-12)
+
+
 def test_centred_clipping_of_other_vectors_starts_at_the_median():
     view = ServerView(torch.zeros(6), torch.zeros(6), 0, 4, {"centre": torch.full((6,), 9.0)})
     for count in (5, 6):
