@@ -136,7 +136,8 @@ def test_a_pickle_under_the_name_of_a_model_is_refused_and_does_not_run(tmp_path
     (tmp_path / "model.safetensors").write_bytes(bomb)
     with pytest.raises(FedflatError, match=r"model\.safetensors: is not the model that summary\.json describes"):
         read_model(tmp_path)
-    (tmp_path / "summary.json").write_text(json.dumps({"model_sha256": hashlib.sha256(bomb).hexdigest()}))
+    forged = json.loads((tmp_path / "summary.json").read_text()) | {"model_sha256": hashlib.sha256(bomb).hexdigest()}
+    (tmp_path / "summary.json").write_text(json.dumps(forged))
     with pytest.raises(FedflatError, match=r"model\.safetensors: not a readable safetensors file"):
         read_model(tmp_path)
     assert not (tmp_path / "fuse").exists()

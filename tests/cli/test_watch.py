@@ -26,7 +26,11 @@ def fedflat(*arguments, cwd, **streams):
     command = [sys.executable, "-m", "fedflat.cli", *map(str, arguments)]
     environment = {**os.environ, "COLUMNS": "100"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
-    return subprocess.Popen(command, cwd=cwd, env=environment, text=True, **pipes)
+    return subprocess.Popen(command, cwd=cwd, env=environment, text=True, preexec_fn=_heeds_ctrl_c, **pipes)
+
+
+def _heeds_ctrl_c():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, such as these tests, ignore it
 
 
 def ended(process):

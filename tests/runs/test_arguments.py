@@ -125,7 +125,7 @@ def test_a_metric_that_no_round_has_is_an_error_in_last_too(federation):
 
 def test_flatness_refuses_no_eigenvalue_and_a_loss_that_is_not_a_function():
     data = (torch.rand(9, 64), torch.zeros(9).long())
-    with pytest.raises(RecipeError, match=r"k = 1\.5: ask for at least one eigenvalue, by a whole number"):
+    with pytest.raises(RecipeError, match=r"k is 1\.5; it must be a whole number"):
         fedflat.flatness.look(net(), data, k=1.5)
     with pytest.raises(RecipeError, match="k = 0: ask for at least one eigenvalue"):
         fedflat.flatness.look(net(), data, k=0)
