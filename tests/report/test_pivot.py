@@ -134,6 +134,12 @@ def test_damaged_results_are_one_sentence(tmp_path, change, sentence):
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize("name", [1.5, 7, None, ["mlp"]])
+def test_a_name_of_another_kind_in_a_damaged_file_is_shown_as_text(tmp_path, name):
+    write_results(tmp_path, [{**row, "method": {"name": name}} for row in results() if row["method"] == "fedavg"])
+    assert {row for row, _ in cells(table(tmp_path, columns="split.alpha"))} == {str(name)}
+
+
 def test_a_number_that_is_not_finite_is_missing(tmp_path):
     rows = [{**row, "accuracy_last": float("nan")} if row["method"] == "fedavg" else row for row in results()]
     write_results(tmp_path, rows)

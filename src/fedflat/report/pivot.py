@@ -273,7 +273,7 @@ def _label(row: Row, field: str, head: bool) -> str:
         return "–"
     if isinstance(value, str):
         return NAME.sub(lambda found: spelled(row.get(found[1], found[1])), value)
-    text = value["name"] if isinstance(value, dict) and {*value} == {"name"} else spelled(value)
+    text = str(value["name"]) if isinstance(value, dict) and {*value} == {"name"} else spelled(value)
     return f"{field.rpartition('.')[2]} = {text}" if head else text
 
 
