@@ -1,12 +1,13 @@
 """One run of another checkout's `ours.py`, by a clock that is the same for all checkouts.
 
-    PYTHONPATH=CHECKOUT/src python contenders/checkout.py CHECKOUT SPEC.json [method=fedsam] …
+    PYTHONPATH=CHECKOUT/src python contenders/checkout.py ROUNDS CHECKOUT SPEC.json [method=fedsam] …
     PYTHONPATH=CHECKOUT/src python contenders/checkout.py --count CHECKOUT SPEC.json …
 
-The last line of the output has the seconds of each round, and the processor time of all processes over the rounds after
-the first. The clock does nothing between rounds: whatever it did there would cool the workers' caches. With `--count`,
-all clients train in this process, and the line has what a round after the first does: operations of torch, elements of
-their results (without views), and calls of Python and C functions. These numbers are the same on a busy machine.
+For each line of the input, the first form trains a burst of ROUNDS rounds and prints their seconds and the processor
+time of all processes. The clock does nothing between the rounds of a burst: whatever it did there would cool the
+workers' caches. With `--count`, all clients train in this process, and the one line has what a round after the first
+does: operations of torch, elements of their results (without views), and calls of Python and C functions. These numbers
+are the same on a busy machine.
 """
 
 import json
@@ -31,21 +32,28 @@ def cpu_seconds() -> float:
 
 
 class Clock:
-    """In place of the checkout's own stopwatch."""
+    """In place of the checkout's own stopwatch: after every burst of rounds it reports, and waits for a line."""
+
+    burst = 1
 
     def __init__(self, job: Any) -> None:
-        self._rounds, self._seconds, self._begun = len(job.cohorts), list[float](), time.perf_counter()
+        self._seconds = list[float]()
+        self._wait()
+
+    def _wait(self) -> None:
+        sys.stdin.readline()
+        self._seconds.clear()
+        self._cpu, self._begun = cpu_seconds(), time.perf_counter()
 
     def lap(self, weights: object) -> None:
         self._seconds.append(time.perf_counter() - self._begun)
-        if len(self._seconds) == 1:
-            self._cpu = cpu_seconds()
-        elif len(self._seconds) == self._rounds:
-            self._cpu = cpu_seconds() - self._cpu
+        if len(self._seconds) == self.burst:
+            print(json.dumps({"seconds": self._seconds, "cpu_seconds": cpu_seconds() - self._cpu}), flush=True)
+            self._wait()
         self._begun = time.perf_counter()
 
     def report(self, *_: object, **__: object) -> None:
-        print(json.dumps({"seconds": self._seconds, "cpu_seconds": self._cpu}), flush=True)
+        pass
 
 
 class Operations(TorchDispatchMode):
@@ -87,8 +95,8 @@ class Counter:
 
 
 def main() -> None:
-    counting = "--count" in sys.argv
-    sys.argv = [word for word in sys.argv if word != "--count"]
+    burst = sys.argv.pop(1)
+    counting = burst == "--count"
     sys.path[0] = str(Path(sys.argv.pop(1)) / "benchmarks/contenders")
     import ours
 
@@ -102,6 +110,8 @@ def main() -> None:
 
         ours.recipe_of = inline
         torch.set_num_threads(1)
+    else:
+        Clock.burst = int(burst)
     ours.main()
 
 
