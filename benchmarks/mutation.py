@@ -59,12 +59,19 @@ STEPS = [
 ]
 TESTS = {  # which tests belong to a module: those of every beginning of its path that is here
     "methods/": STEPS,
-    "methods/parts/": ["tests/methods/test_laws.py"],
+    "methods/parts/": [
+        "tests/methods/test_laws.py",
+        "tests/methods/test_zero.py",
+        "tests/methods/test_own_methods.py",
+        "tests/methods/test_contract.py",
+    ],
     "methods/parts/ascent.py": ["tests/methods/test_sparing.py"],
     "methods/parts/local_work.py": ["tests/runs/test_personal.py", "tests/test_frozen.py"],
     "methods/parts/low_rank.py": ["tests/methods/test_low_rank.py"],
     "methods/parts/protection.py": ["tests/methods/test_privacy.py"],
-    "methods/parts/robust.py": ["tests/methods/test_robust.py"],
+    "methods/parts/proximal.py": ["tests/test_frozen.py"],
+    "methods/parts/pulls.py": ["tests/test_frozen.py"],
+    "methods/parts/robust.py": ["tests/methods/test_robust.py", "tests/rounds/test_attacks.py"],
     "methods/parts/server_step.py": ["tests/methods/test_robust.py", "tests/rounds/test_attacks.py"],
     "methods/parts/terms.py": ["tests/methods/test_top_eigenvalue.py"],
     "methods/uploads.py": [
@@ -73,7 +80,16 @@ TESTS = {  # which tests belong to a module: those of every beginning of its pat
         "tests/methods/test_privacy.py",
     ],
     "methods/part.py": ["tests/methods/test_contract.py", "tests/test_recipe.py", "tests/methods/test_laws.py"],
-    "local/": [*STEPS, "tests/test_frozen.py"],
+    "local/": [
+        *STEPS,
+        "tests/test_frozen.py",
+        "tests/test_lora.py",
+        "tests/tasks",
+        "tests/models/test_sequences.py",
+        "tests/methods/test_zero.py",
+        "tests/methods/test_own_methods.py",
+        "tests/methods/test_contract.py",
+    ],
     "local/kernels/": [],
     "flatness/": ["tests/flatness", "tests/rounds/test_measures.py"],
 }
