@@ -37,6 +37,8 @@ def test_mean_and_ends_are_students():
     reach = 4.302652729749464 * 1 / math.sqrt(3)
     assert (found.mean, found.low, found.high) == pytest.approx((1, 1 - reach, 1 + reach))
     assert (found.method, found.reference, found.note, found.decided) == ("b", "a", "", False)
+    (small,) = paired_differences(both([1.0, 2.0, 3.0], [1.1, 1.9, 3.0]))
+    assert -0.5 < small.low < 0 < small.high < 0.5 and not small.decided
     near = [1.0, 2.0, 3.0], [2.0, 3.01, 4.0]
     assert all(paired_differences(both(*pair))[0].decided for pair in (near, near[::-1])), "above 0, and below"
 
@@ -53,6 +55,7 @@ def test_only_common_seeds_with_finite_values_are_paired():
     assert found.seeds == [0, 1] and found.mean == 1.5
     (apart,) = paired_differences([Measurement("a", 0, {"x": 1.0}), Measurement("b", 1, {"x": 1.0})])
     assert apart.note == "no common seed" and math.isnan(apart.mean)
+    assert (apart.measure, apart.method, apart.reference) == ("x", "b", "a")
     for a, b in ({}, {"x": 1.0}), ({"x": 1.0}, {}):
         (missing,) = paired_differences([Measurement("a", 0, a), Measurement("b", 0, b)])
         assert missing.note == "no common seed" and missing.seeds == []
@@ -80,6 +83,12 @@ def test_every_method_is_compared_with_the_reference_in_every_measure():
 def test_a_mistake_is_one_sentence(rows, reference, sentence):
     with pytest.raises(RecipeError, match=sentence):
         paired_differences(rows, reference)
+
+
+def test_a_measurement_has_the_numbers_of_a_flatness_record():
+    found = flatness.look(nn.Linear(3, 2), (torch.randn(30, 3), torch.arange(30) % 2), k=1, products=6)
+    assert Measurement.of("fedavg", 4, found) == Measurement(method="fedavg", seed=4, values=found.numbers)
+    assert found.numbers["loss"] == found.loss
 
 
 def test_models_of_several_seeds_are_compared_by_pairs():

@@ -9,7 +9,7 @@ from PIL import Image
 from fedflat.drawing import COLOURS
 from fedflat.errors import RunError
 from fedflat.flatness import Duality, Pairing, dual
-from fedflat.flatness.dual import binned, correlations, draw_duality
+from fedflat.flatness.dual import _rows, binned, correlations, draw_duality
 from fedflat.report.flatness_table import duality_columns
 
 
@@ -100,6 +100,28 @@ def test_bins_grow_and_hold_means(values):
     assert n[:3].tolist() == [1, 2, 3][: len(values)] and means[:3].tolist() == values[:3]
     assert (np.diff(n) > 0).all() and n[-1] <= len(values)
     assert min(values) - 1e-9 <= means.min() and means.max() <= max(values) + 1e-9
+
+
+def test_there_are_ten_bins_for_each_decade():
+    n, means = binned(-np.arange(1.0, 201.0))
+    assert n[-5:].tolist() == [89.5, 112.0, 141.5, 178.5, 200.0] and means.tolist() == (-n).tolist()
+    assert len(n[(n >= 10) & (n < 100)]) == 10
+
+
+def test_the_two_rows_of_each_run_stand_side_by_side_below_those_of_the_run_before():
+    runs = {str(place): result(1) for place in range(len(COLOURS) + 1)}
+    rows = _rows(runs)
+    assert [height for height, *_ in rows[:4]] == pytest.approx([0.2, -0.2, -0.8, -1.2])
+    assert [direction for _, _, direction, _ in rows[:2]] == ["train_to_test", "test_to_train"]
+    assert [colour for _, colour, *_ in rows[::2]] == [*COLOURS, COLOURS[0]]
+    assert [each for *_, each in rows[1::2]] == [*runs.values()]
+
+
+def test_the_table_has_a_row_for_each_pairing():
+    paper, demo = result(2).rows()
+    assert (paper["pairing"], demo["pairing"]) == ("train to test", "test to train")
+    assert (paper["gap of the pairs"], demo["gap of the pairs"], demo["pairs"]) == (-0.12, 0.31, 100)
+    assert paper["gap"] == pytest.approx(0.3) and demo["Σ c σ_w σ_g"] == pytest.approx(0.25)
 
 
 def test_what_cannot_be_drawn_or_written_is_said_in_one_sentence(tmp_path):

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fractions import Fraction
 from itertools import pairwise
 from operator import mul
@@ -107,6 +107,27 @@ def test_of_dependent_rows_the_smallest_dual_weight_is_taken():
     dual = dual_weights(before, after, weight)
     torch.testing.assert_close(dual.left.mT @ dual.right, torch.tensor([[[7.0, 0, 0]]], dtype=torch.float64))
     assert float(dual.residuals) < 1e-12
+
+
+def test_it_is_the_pseudoinverse_with_its_usual_threshold_for_every_pair_and_unit():
+    """Singular values below max(positions, inputs) · ε · s₁ count as zero; here this is 8 ε s₁."""
+    epsilon = torch.finfo(torch.float64).eps
+    before = torch.zeros(40, 2, 8, dtype=torch.float64)
+    before[:, 0, 0] = torch.linspace(1, 2, 40)
+    before[:, 1, 1] = before[:, 0, 0] * torch.tensor([4.0, 16.0, 1.0, 0.5]).repeat(10) * epsilon
+    before[2::4, 1, 1] = 0.5
+    chance = torch.Generator().manual_seed(0)
+    change, weight = (torch.randn(*shape, generator=chance).double() for shape in ((40, 2, 8), (3, 8)))
+    for unit in (1.0, 1e-20, 1e20):
+        moved = unit * (before + change)
+        dual = dual_weights(unit * before, moved, weight)
+        wanted = (moved - unit * before) @ weight.T
+        expected = (torch.linalg.pinv(unit * before) @ wanted).mT
+        scale = expected.abs().amax(dim=(1, 2), keepdim=True)
+        torch.testing.assert_close(dual.left.mT @ dual.right / scale, expected / scale, rtol=1e-9, atol=1e-12)
+        missed = (wanted - unit * before @ expected.mT).norm(dim=(1, 2)) / wanted.norm(dim=(1, 2))
+        torch.testing.assert_close(dual.residuals, missed, rtol=1e-9, atol=1e-12)
+        assert float(dual.residuals[0]) > 0.1 > 1e-9 > float(dual.residuals[2])
 
 
 def test_no_array_of_pairs_times_weights_is_made_for_a_linear_layer():
@@ -249,10 +270,15 @@ def test_still_directions_have_no_part_in_the_spread_of_the_correlations():
         contribution=[0.0] * 4,
     )  # fmt: skip
     assert pairing.moving == [0, 1]
+    for scale in (1e-9, 1e9):
+        sigmas = {name: [scale * x for x in getattr(pairing, name)] for name in ("sigma_w", "sigma_g")}
+        assert replace(pairing, **sigmas).moving == [0, 1], "whatever the unit"
+    assert replace(pairing, sigma_w=[1.0, 1.0, 0.0, 1.0], sigma_g=[1.0, 0.0, 1.0, 1.0]).moving == [0, 3]
     spread = pairing.correlations
     assert (spread.mean, spread.std, spread.median) == pytest.approx((0.3, 0.1, 0.3))
     assert (spread.low, spread.high) == pytest.approx((0.22, 0.38))
     nothing = Pairing(**values, **{name: [0.0] * 4 for name in ("sigma_w", "sigma_g", "correlation", "contribution")})
+    assert nothing.participation == 0.0
     assert nothing.moving == [] and asdict(nothing.correlations) == dict.fromkeys(asdict(spread), 0.0)
 
 
@@ -408,6 +434,15 @@ def test_the_dead_and_the_unchanged_are_skipped_and_counted():
         decompose(module, F.cross_entropy, train, (test[0][:2], test[1][:2]), "1")
 
 
+def test_a_pair_is_dead_below_a_square_of_its_own_activities():
+    """|a|² is 4 a² for a sample with four inputs a: 2e-12, 6.4e-13 and 4. The second one is dead."""
+    x = torch.tensor([[0.5**0.5 * 1e-6], [4e-7], [1.0]], dtype=torch.float64).expand(3, 4)
+    classes = torch.arange(3)
+    module = nn.Linear(4, 3, bias=False).double()
+    result = decompose(module, F.cross_entropy, (x, classes), (2 * x, classes), "")
+    assert [(found.pairs, found.skipped) for found in result.pairings.values()] == [(2, 1), (2, 1)]
+
+
 def test_the_result_is_data_and_the_module_is_as_it_was():
     module = network("conv")
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -509,6 +544,21 @@ def test_layers_are_the_trained_linear_maps_without_groups():
     net[5].weight.requires_grad_(False)
     assert layers_of(net) == ["0", "3", "6"]
     assert layers_of(nn.Linear(2, 2)) == [""]
+    with pytest.raises(RecipeError, match="layer '5' cannot be analysed; choose one of: 0, 3, 6"):
+        SeenLayer(net, F.cross_entropy, "5")
+    # The output of the attention is computed from its weights: the layer itself is never called.
+    assert layers_of(nn.TransformerEncoderLayer(4, 2, 5)) == ["linear1", "linear2"]
+
+
+@pytest.mark.parametrize(
+    ("x", "loss"),
+    [(math.inf, lambda z, y: 0 * z.nan_to_num(0, 0, 0).sum()), (1.0, lambda z, y: z.sum() / 0)],
+    ids=["activities", "losses"],
+)
+def test_activities_and_losses_must_both_be_finite(x, loss):
+    here = SeenLayer(nn.Linear(2, 2), loss, "")
+    with pytest.raises(TrainingError, match="activities or losses are not finite"):
+        here.see((torch.full((3, 2), x), torch.zeros(3)))
 
 
 @pytest.mark.parametrize("far", [(0.0, 0.0), (1e9, 0.0), (0.0, 1e9), (-1e9, 1e9)])
@@ -524,3 +574,10 @@ def test_correlations_do_not_suffer_from_means_that_are_large(far):
     assert found["correlation"] == pytest.approx([float(covariance) / math.sqrt(squares[0] * squares[1])], rel=1e-10)
     assert found["sigma_w"] == pytest.approx([math.sqrt(squares[0])], rel=1e-10)
     assert found["sigma_g"] == pytest.approx([math.sqrt(squares[1])], rel=1e-10)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_where_a_deviation_is_too_small_for_its_square_there_is_no_correlation(sign):
+    w, g = (torch.tensor([[x], [-x]], dtype=torch.float64) for x in (1e-170, sign))
+    found = _moments(w, g)
+    assert (found["sigma_w"], found["correlation"]) == ([0.0], [0.0])

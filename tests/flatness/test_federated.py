@@ -20,12 +20,14 @@ from fedflat.flatness import (
     HessianProduct,
     Objective,
     Portion,
+    TopEigenvalue,
     layers,
     matrix_of,
     spectrum,
     top_eigenvalues,
     trace,
 )
+from fedflat.flatness.federated import Gradient, Margin, Rise, _within
 from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, Server
@@ -337,3 +339,49 @@ def test_where_a_layer_uses_the_statistics_of_the_batch_no_batch_mixes_clients(d
     mixed = Objective(pooled.module, pooled.loss, PORTION.batches(problem.federation, range(8)))
     assert not torch.allclose(Hessian(mixed) @ v, expected, rtol=1e-3)
     assert all(layer.activity.bound is None for layer in layers(pooled))
+
+
+# What the server can ask one client for
+
+
+def test_a_clients_gradient_rise_and_curvature_are_those_of_its_least_squares(regression):
+    """fᵢ(w) = ½ mean (x w − y)², so ∇fᵢ = xᵀ(x w − y)/n and Hᵢ = xᵀx/n. A number is in the first entry."""
+    problem = problem_of(regression, nn.Linear(3, 1, bias=False), loss=lambda z, y: 0.5 * (z - y).square().mean())
+    w, v = first_state(problem).weights, torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
+    for client in range(4):
+        samples, shard = regression.dataset.train, regression.shards[client]
+        x, y = samples.inputs[shard], samples.labels[shard].flatten()
+        slope, matrix = x.T @ (x @ w - y) / 20, x.T @ x / 20
+        rise, top = slope @ v + v @ matrix @ v / 2, torch.linalg.eigvalsh(matrix)[-1]
+        asked = Gradient(), Rise(), TopEigenvalue(Portion(0), tolerance=1e-10)
+        found = [question(problem, client, v) for question in asked]
+        torch.testing.assert_close(found[0], slope, rtol=1e-10, atol=1e-12)
+        for answer, number in zip(found[1:], (rise, top), strict=True):
+            torch.testing.assert_close(answer, torch.stack([number, *torch.zeros(2).double()]), rtol=1e-9, atol=1e-12)
+        assert Margin(0.0)(problem, client, v)[0].isnan(), "there are no classes"
+
+
+def test_a_margin_is_that_of_the_class_over_the_best_of_the_others():
+    """The margins are 1, 0, −2 and 3."""
+    logits = torch.tensor([[2.0, 1.0, 0.0], [1.0, 1.0, -5.0], [3.0, 0.0, 1.0], [-4.0, -1.0, -4.0]])
+    labels = torch.tensor([0, 1, 2, 1])
+    margins = {-3.0: 0, -2.0: 1, -0.5: 1, 0.0: 2, 0.9: 2, 1.0: 3, 2.9: 3, 3.0: 4}
+    assert {margin: _within(logits, labels, margin) for margin in margins} == margins
+
+
+def test_a_client_counts_its_samples_within_the_margin_over_all_batches(digits):
+    problem = problem_of(digits, normalised())
+    state, portion = first_state(problem), Portion(0, batch=16)
+    inputs, labels = digits.to(torch.float64).batch(digits.shards[2], None)
+    with torch.no_grad():
+        logits = problem.network.module.eval()(inputs)
+    problem.network.module.train()
+    margins = [
+        float(z[y] - max(float(other) for j, other in enumerate(z) if j != y))
+        for z, y in zip(logits, labels.tolist(), strict=True)
+    ]
+    for margin in (-0.2, 0.0, 0.3):
+        answer = Margin(margin, portion)(problem, 2, state.weights)
+        expected = sum(each <= margin for each in margins)
+        assert 0 < expected < len(margins)
+        assert answer[0] == expected and not answer[1:].any() and answer.shape == state.weights.shape

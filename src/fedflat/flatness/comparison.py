@@ -105,7 +105,7 @@ def _difference(
 ) -> Difference:
     mine, theirs = methods[method], methods[reference]
     pairs = {seed: (mine[seed].get(name), theirs[seed].get(name)) for seed in mine if seed in theirs}
-    known = {s: a - b for s, (a, b) in pairs.items() if a is not None and b is not None and math.isfinite(a - b)}
+    known = {s: d for s, (a, b) in pairs.items() if a is not None and b is not None and math.isfinite(d := a - b)}
     seeds, values = sorted(known), [known[seed] for seed in sorted(known)]
     if not values:
         return Difference(name, method, reference, [], [], math.nan, math.nan, math.nan, "no common seed")

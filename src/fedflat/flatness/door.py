@@ -243,21 +243,20 @@ def of_model(measure: Callable[P, R], name: str = "") -> Door[P, R]:
     title = name or measure.__name__
     signature = inspect.signature(measure)
     _, *own = signature.parameters.values()
+    known = {p.name: p.annotation for p in own}
 
     @wraps(measure)
     def call(model: Any, *args: Any, **options: Any) -> R:
         if not isinstance(model, nn.Module):
             _refuse(title, model)
-            _check_numbers(title, signature, options)
+            _check_options(title, known, options)
             return function(model, *args, **options)
         if len(args) > 2:
             raise RecipeError(f"{title}: after model, data and loss, give options by their name")
         bound = {**dict(zip(("data", "loss"), args, strict=False)), **options}
         given = {name: bound.pop(name) for name in ("loss", "samples", "batch", "collate") if name in bound}
         data, seed = bound.pop("data", None), bound.get("seed", 0)
-        if unknown := next((option for option in bound if option not in signature.parameters), None):
-            raise RecipeError(f"{title}: there is no option {unknown!r}; {nearest(unknown, [p.name for p in own])}")
-        _check_numbers(title, signature, bound)
+        _check_options(title, known, bound)
         with objective_of(model, data, **given, seed=seed) as objective:
             return function(objective, **bound)
 
@@ -272,10 +271,16 @@ def of_model(measure: Callable[P, R], name: str = "") -> Door[P, R]:
 KINDS: dict[str, tuple[Any, str]] = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
 
 
-def _check_numbers(title: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
-    """Raises an error that names an option that should be a number and is not."""
+def _check_options(title: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises an error that names an option that is unknown, or that should be a number and is not.
+
+    `known` maps the names of the options to their annotations, which are types or texts.
+    """
     for name, value in options.items():
-        kind, *more = str(signature.parameters[name].annotation).split(" | ") if name in signature.parameters else [""]
+        if name not in known:
+            raise RecipeError(f"{title}: there is no option {name!r}; {nearest(name, known)}")
+        annotation = known[name]
+        kind, *more = (annotation.__name__ if isinstance(annotation, type) else str(annotation)).split(" | ")
         if kind not in KINDS or (value is None and "None" in more):
             continue
         expected, told = KINDS[kind]

@@ -57,7 +57,7 @@ def draw_duality(results: Mapping[str, Duality], path: Path) -> None:
         _focus(axes)
     _draw_spread(spread, results)
     _draw_sums(gap, results)
-    _legend(figure, results)
+    _draw_legend(figure, results)
     save_figure(figure, path)
 
 
@@ -131,7 +131,7 @@ def _draw_sums(axes: Any, results: Mapping[str, Duality]) -> None:
     axes.set_yticks([])
 
 
-def _legend(figure: Any, results: Mapping[str, Duality]) -> None:
+def _draw_legend(figure: Any, results: Mapping[str, Duality]) -> None:
     """The legend: a colour for each run, labelled with its three gaps, and a line style for each pairing."""
     from matplotlib.lines import Line2D
 
@@ -149,7 +149,7 @@ def binned(values: Any) -> tuple[Any, Any]:
     >>> [x.tolist() for x in binned([4.0, 3.0, 2.0])]
     [[1.0, 2.0, 3.0], [4.0, 3.0, 2.0]]
     """
-    values = np.asarray(values, dtype=float)
+    values = np.asarray(values)
     n = (np.flatnonzero(~np.isnan(values)) + 1).astype(int)
     place = np.floor(10 * np.log10(n)).astype(int)
     _, bins = np.unique(place, return_inverse=True)

@@ -116,7 +116,7 @@ class Pairing:
     @property
     def moving(self) -> list[int]:
         """The directions in which both ΔW and g vary; the correlation is defined only for these."""
-        w, g = (STILL * max(sigma, default=0.0) for sigma in (self.sigma_w, self.sigma_g))
+        w, g = (STILL * max(sigma) for sigma in (self.sigma_w, self.sigma_g))
         return [n for n, (x, y) in enumerate(zip(self.sigma_w, self.sigma_g, strict=True)) if x > w and y > g]
 
     @property
