@@ -104,7 +104,5 @@ EQUIVALENT = [
     ("flatness/duality.py", "decompose", "len(train[1])), samples, seed) ¦ 1 → 0", "as many inputs as labels"),
     ("flatness/duality.py", "decompose", "samples=len(train[1]), ¦ 1 → 0", "as many inputs as labels"),
     ("flatness/duality.py", "decompose", "samples=len(test[1]), ¦ 1 → 0", "as many inputs as labels"),
-    ("flatness/federated.py", "Portion.of", "→ generator('flatness', self.seed, client=client)",
-     "the name of another random stream"),
     ("flatness/federated.py", "Portion.pooled", "else [clients] → [[client] for client in clients]", COSTS),
 ]  # fmt: skip

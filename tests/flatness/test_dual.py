@@ -104,7 +104,7 @@ def test_bins_grow_and_hold_means(values):
 
 def test_there_are_ten_bins_for_each_decade():
     n, means = binned(-np.arange(1.0, 201.0))
-    assert n[-5:].tolist() == [89.5, 112.0, 141.5, 178.5, 200.0] and means.tolist() == (-n).tolist()
+    assert n[-5:].tolist() == [89.5, 112.5, 142.0, 179.0, 200.0] and means.tolist() == (-n).tolist()
     assert len(n[(n >= 10) & (n < 100)]) == 10
 
 

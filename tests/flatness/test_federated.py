@@ -30,6 +30,7 @@ from fedflat.flatness import (
 from fedflat.flatness.federated import Gradient, Margin, Rise, _within
 from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
+from fedflat.randomness import generator
 from fedflat.recipe import Local, Server
 from fedflat.rounds.server import conduct, first_state
 from fedflat.rounds.setup import Problem
@@ -263,6 +264,8 @@ def test_a_portion_is_drawn_by_the_seed_and_for_each_client_on_its_own():
     first, again, other = (Portion(60, seed).of(federation, 1).tolist() for seed in (0, 0, 1))
     assert first == again != other
     assert len(first) == len(other) == 20
+    stream = torch.randperm(50, generator=generator(1, "flatness", client=1))  # recorded numbers depend on its name
+    assert other == federation.shards[1][stream[:20].sort().values].tolist()
     # Where in its shard a client's samples stand is its own draw, not everybody's.
     places = [torch.isin(federation.shards[client], Portion(60).of(federation, client)).tolist() for client in range(3)]
     assert places[0] != places[1] != places[2]

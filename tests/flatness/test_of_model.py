@@ -15,7 +15,7 @@ X = torch.randn(24, 5, generator=torch.Generator().manual_seed(0), dtype=torch.f
 Y = torch.arange(24) % 3
 
 
-def moment(objective, power: "float" = 1.0, count: int | None = None, seed: int = 0):
+def moment(objective, power: "float" = 1.0, count: int | None = None, seed: int = 0, unit: str = ""):
     """A power of the loss.
 
     Args:
@@ -39,12 +39,12 @@ def smooth(z, y):
 def test_the_signature_and_the_help_are_those_of_model_data_and_the_options():
     function = of_model(moment)
     shown = [(p.name, p.kind.name, p.default) for p in inspect.signature(function).parameters.values()]
+    given = {"data": None, "loss": None}
+    named = {"samples": 1000, "batch": 100, "collate": None, "power": 1.0, "count": None, "seed": 0, "unit": ""}
     assert shown == [
         ("model", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
-        ("data", "POSITIONAL_OR_KEYWORD", None),
-        ("loss", "POSITIONAL_OR_KEYWORD", None),
-        *((name, "KEYWORD_ONLY", default) for name, default in (("samples", 1000), ("batch", 100), ("collate", None))),
-        *((name, "KEYWORD_ONLY", default) for name, default in (("power", 1.0), ("count", None), ("seed", 0))),
+        *((name, "POSITIONAL_OR_KEYWORD", default) for name, default in given.items()),
+        *((name, "KEYWORD_ONLY", default) for name, default in named.items()),
     ]
     assert function.__doc__.startswith("A power of the loss.\n")
     assert "objective: the mean loss" not in function.__doc__
@@ -70,6 +70,7 @@ def test_model_data_and_loss_become_the_objective_and_the_rest_are_options():
 def test_an_objective_or_an_operator_takes_the_place_of_model_and_data():
     function, objective = of_model(moment), Objective(network(), F.cross_entropy, [(X, Y)])
     assert function(objective, power=2.0, seed=5) == (objective.value() ** 2, None, 5)
+    assert function(objective, power=2.0, count=None, unit="nat") == (objective.value() ** 2, None, 0)
     assert function(objective, 2.0, 7) == (objective.value() ** 2, 7, 0)
     assert function(Hessian(objective), power=2.0) == (18**2, None, 0)
 
@@ -91,7 +92,7 @@ def test_seeds_of_64_bits_and_other_numbers_of_any_size_are_taken(number):
         ({"power": "two"}, "^moment: power is 'two'; it must be a number$"),
         ({"power": float("nan")}, "^moment: power is nan; it must be a number$"),
         ({"pover": 2.0}, r"^moment: there is no option 'pover'; did you mean power\?$"),
-        ({"objective": 2.0}, "^moment: there is no option 'objective'; known: count, power, seed$"),
+        ({"objective": 2.0}, "^moment: there is no option 'objective'; known: count, power, seed, unit$"),
     ],
 )
 def test_a_mistake_in_an_option_is_one_sentence_for_a_model_and_for_an_objective(options, sentence):
