@@ -94,4 +94,11 @@ EQUIVALENT = [
     ("flatness/locality.py", "locality", "→ state.weights - local[client][0]", "the norm is taken of it"),
     ("flatness/scale.py", "scale_test", "→ old - new", "the absolute value is taken of it"),
     ("flatness/scale.py", "scale_test", "→ top_eigenvalues(Hessian(each), k=1)", "another random start"),
+    ("flatness/graphs.py", "Graphs._follow", "→ chain(module.buffers(), module.parameters())", "all are compared"),
+    ("flatness/graphs.py", "Graphs._follow", "→ _same(self._weights, now)", "symmetric"),
+    ("flatness/graphs.py", "Graphs._made", "→ chain(module.buffers(), module.parameters(), _tensors(batch))", "a set"),
+    ("flatness/intervals.py", "stepped", "→ math.hypot(step / 2 / math.sqrt(n), plain.error)", "symmetric"),
+    ("flatness/landscape.py", "plane_of", "→ functional.normalize(found.vectors[:1]) ¦", "torch's default"),
+    ("flatness/layers.py", "_passed", "→ output - shifts[-1]", "the second derivative in −δ is that in δ"),
+    ("flatness/likelihood.py", "Likelihood.__call__", "→ labels - outputs", "the square is taken of it"),
 ]  # fmt: skip
