@@ -324,7 +324,8 @@ def test_a_rest_whose_second_derivative_torch_does_not_have_is_computed_in_plain
     x, y = samples(1)
     found = layers(objective(module, x, y), products=6)[0].activity
     tops = curvatures(lambda z: module[3]((z / 6 + 0.5).clamp(0, 1)), module[1](x.flatten(1)).detach(), y)
-    assert found.bound == pytest.approx(float(((x.square().sum(dim=(1, 2, 3)) + 1) * tops).mean()), rel=1e-9)
+    expected = float(((x.square().sum(dim=(1, 2, 3)) + 1) * tops).mean())
+    assert expected * (1 - 1e-12) <= found.bound == pytest.approx(expected, rel=1e-6)
 
 
 def test_statistics_of_the_batch_leave_no_bound():
@@ -396,6 +397,7 @@ def test_named_inputs_have_the_bound_of_plain_ones():
     module = Named().double()
     x, y = samples(0)
     plain, named = (
-        layers(Objective(module, F.cross_entropy, [(inputs, y)]), products=6) for inputs in (x, Fields({"image": x}))
+        layers(Objective(module, F.cross_entropy, [(inputs, y)]), products=6)[0].activity
+        for inputs in (x, Fields({"image": x}))
     )
-    assert plain == named and named[0].activity.bound is not None
+    assert plain == named and named.bound is not None
