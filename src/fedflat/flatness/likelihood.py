@@ -20,6 +20,8 @@ class Likelihood:
     trained with cross-entropy (labels that are probabilities of classes), the sigmoid of each output if it was trained
     with binary cross-entropy, and otherwise a normal distribution of mean z and unit variance.
 
+    A batch in which no label counts has no mean; `Objective` leaves it out.
+
     Args:
         loss: the loss that the model was trained with.
     """
