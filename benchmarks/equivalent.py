@@ -105,4 +105,11 @@ EQUIVALENT = [
     ("flatness/duality.py", "decompose", "samples=len(train[1]), ¦ 1 → 0", "as many inputs as labels"),
     ("flatness/duality.py", "decompose", "samples=len(test[1]), ¦ 1 → 0", "as many inputs as labels"),
     ("flatness/federated.py", "Portion.pooled", "else [clients] → [[client] for client in clients]", COSTS),
+    ("flatness/graphs.py", "Graphs._follow", "→ chain(module.buffers(), module.parameters())", "all are compared"),
+    ("flatness/graphs.py", "Graphs._follow", "→ _same(self._weights, now)", "symmetric"),
+    ("flatness/graphs.py", "Graphs._made", "→ chain(module.buffers(), module.parameters(), _tensors(batch))", "a set"),
+    ("flatness/intervals.py", "stepped", "→ math.hypot(step / 2 / math.sqrt(n), plain.error)", "symmetric"),
+    ("flatness/landscape.py", "plane_of", "→ functional.normalize(found.vectors[:1]) ¦", "torch's default"),
+    ("flatness/layers.py", "_passed", "→ output - shifts[-1]", "the second derivative in −δ is that in δ"),
+    ("flatness/likelihood.py", "Likelihood.__call__", "→ labels - outputs", "the square is taken of it"),
 ]  # fmt: skip

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedflat.flatness import GaussNewton, Hessian, Objective, layers
+from fedflat.flatness.graphs import Graphs
+from fedflat.flatness.samples import Fields
 
 
 class Counting(nn.Module):
@@ -119,6 +121,42 @@ def test_the_memory_that_is_counted_is_that_of_the_activations_and_their_derivat
     hessian = Hessian(f)
     hessian @ torch.ones(f.size)
     assert 2 * 40_000 <= hessian._graphs.bytes <= 8 * 40_000
+
+
+class Named(nn.Module):
+    """Takes its input by name or as it is."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.map = nn.Linear(size, 1)
+
+    def forward(self, x):
+        return torch.tanh(self.map(x["wide"] if isinstance(x, dict) else x))
+
+
+@BOTH
+def test_inputs_and_labels_are_not_counted_by_name_or_not(matrix):
+    """Both are saved for the derivatives, 400 kB each."""
+    x, y = torch.randn(10, 10_000), torch.randn(10, 10_000)
+    found = []
+    for inputs in (x, Fields({"wide": x})):
+        torch.manual_seed(0)
+        f = Objective(Named(10_000), lambda z, y: (z.square() * y).sum() / len(y), [(inputs, y)])
+        operator = matrix(f)
+        found.append(operator @ torch.ones(f.size))
+        assert 0 < operator._graphs.bytes < 200_000
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("change", [torch.float64, "meta"])
+def test_a_module_in_another_precision_or_place_has_graphs_of_its_own(change):
+    module, made, graphs = nn.Linear(2, 2), [], Graphs()
+    batches = [(torch.ones(1, 2), torch.ones(1))]
+    for count in (1, 1, 2):
+        if count == 2:
+            module.to(change)
+        list(graphs.over(module, batches, made.append))
+        assert len(made) == count
 
 
 def test_a_single_product_of_the_objective_keeps_nothing():

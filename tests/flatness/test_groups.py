@@ -63,6 +63,17 @@ def test_each_class_has_the_spectrum_of_its_own_samples(digits):
     assert weighted(found) >= float(torch.linalg.eigvalsh(whole)[-1])
 
 
+def test_a_class_counts_the_batches_that_hold_nothing_else():
+    torch.manual_seed(0)
+    x, y = torch.randn(9, 4, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1, 0, 1, 1, 1])
+    module = nn.Linear(4, 2).double()
+    found = by_class(Objective(module, F.cross_entropy, list(zip(x.split(3), y.split(3), strict=True))))
+    assert [each.samples for each in found] == [4, 5]
+    for label, each in enumerate(found):
+        value = F.cross_entropy(module(x[y == label]), y[y == label]).item()
+        assert each.loss == pytest.approx(value, rel=1e-12)
+
+
 @pytest.mark.parametrize("matrix", ["hessian", "ggn"])
 def test_each_client_has_the_spectrum_of_its_own_samples(digits, matrix):
     problem, portion = problem_of(digits), Portion(120)
@@ -79,6 +90,9 @@ def test_labels_that_are_no_classes_and_layers_that_mix_samples_are_refused():
     x, real = torch.randn(6, 4), torch.randn(6, 2)
     with pytest.raises(DataError, match="not one class for each sample"):
         by_class(Objective(nn.Linear(4, 2), F.mse_loss, [(x, real)]))
+    for labels in (real[:, 0], torch.zeros(6, 2, dtype=torch.int64)):
+        with pytest.raises(DataError, match="not one class for each sample"):
+            by_class(Objective(nn.Linear(4, 2), F.mse_loss, [(x, labels)]))
     mixing = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2))
     with pytest.raises(RecipeError, match="layer '1' normalises with the statistics of each batch"):
         by_class(Objective(mixing, F.cross_entropy, [(x, torch.arange(6) % 2)]))
@@ -168,3 +182,12 @@ def test_each_model_is_measured_with_its_own_batch_statistics(digits, buffers):
 def test_a_share_of_the_clients_curvature_needs_a_positive_sum(curvature, explained):
     client = ClientFlatness(0, 1, 1.0, Place(1.0, curvature, 0.0), Place(1.0, 0.0, 0.0), 0.0, 0.0)
     assert Locality(0.2, [client]).explained == explained
+
+
+def test_the_means_over_the_clients_are_weighted():
+    places = [
+        (Place(1.0, 5.0, 0.0), Place(1.0, 2.0, 0.0), 0.25, 3.0),
+        (Place(1.0, 1.0, 0.0), Place(1.0, 3.0, 0.0), 0.75, 7.0),
+    ]
+    found = Locality(1.5, [ClientFlatness(n, 1, p, w, own, d, 0.0) for n, (w, own, p, d) in enumerate(places)])
+    assert (found.clients_sum, found.explained, found.distance, found.gap) == (2.0, 0.75, 6.0, -0.75)

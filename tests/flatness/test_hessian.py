@@ -205,6 +205,12 @@ def test_a_matrix_that_is_hardly_larger_than_k_is_written_out(size):
     assert top_eigenvalues(matrix, k=4).products == size, "only what this call spent"
 
 
+@pytest.mark.parametrize("k", [0, 2.5])
+def test_the_number_of_eigenvalues_is_a_whole_one(k):
+    with pytest.raises(RecipeError, match=f"k = {k}: ask for at least one eigenvalue, by a whole number"):
+        top_eigenvalues(Matrix(torch.eye(9)), k)
+
+
 def test_the_seed_decides_where_lanczos_starts():
     matrix = Matrix(with_spectrum(torch.linspace(0, 1, 200, dtype=torch.float64)))
     one, again, other = (top_eigenvalues(matrix, k=2, tolerance=0.1, seed=seed).values for seed in (1, 1, 2))
@@ -360,6 +366,7 @@ def test_for_cross_entropy_fisher_is_gauss_newton_and_measured_under_its_name(ca
         ([6.0, 3.0, 1.5], (4.0, "")),
         ([6.0], (1.0, "")),
         ([6.0, 0.0], (None, "λ2 = 0 is not positive")),
+        ([6.0, 3.0, -1.0], (None, "λ3 = -1 is not positive")),
         ([6.0, -2.0], (None, "λ2 = -2 is not positive")),
         ([-1.0, -2.0], (None, "λ1 = -1 is not positive")),
         ([math.nan, math.nan], (None, "λ1 is not finite")),

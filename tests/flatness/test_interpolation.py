@@ -102,21 +102,32 @@ def test_matching_is_no_worse_than_any_order_of_a_small_network():
 def test_the_barrier_is_the_height_above_the_chord():
     x = torch.tensor([[1.0]], dtype=torch.float64)
     a, b = (nn.Linear(1, 1, bias=False).double() for _ in range(2))
-    nn.init.constant_(a.weight, 1.0), nn.init.constant_(b.weight, -2.0)
+    nn.init.constant_(a.weight, 1.0), nn.init.constant_(b.weight, -1.5)
     found = interpolate(a, b, [(x, x)], lambda z, y: (z**4 - 5 * z**2).mean(), points=31)
     alphas = np.linspace(0, 1, 31)
-    w = 1 - 3 * alphas
+    w = 1 - 2.5 * alphas
     f = w**4 - 5 * w**2
     excess = f - (1 - alphas) * f[0] - alphas * f[-1]
     np.testing.assert_allclose(found.losses, f, rtol=0, atol=1e-12)
     assert (found.barrier, found.peak) == pytest.approx((excess.max(), alphas[excess.argmax()]))
-    assert found.distance == pytest.approx(3.0)
+    assert found.distance == pytest.approx(2.5)
+    np.testing.assert_allclose(found.excess, excess, rtol=0, atol=1e-12)
+    assert f[0] != f[-1]
 
 
 @pytest.mark.parametrize("overflow", [math.nan, math.inf])
 def test_an_overflow_is_an_infinite_barrier_at_its_place(overflow):
     found = Interpolation(np.array([0, 0.3, 0.6, 1]), np.array([1.0, 9.0, overflow, 1.0]), 1.0, 1, False)
     assert (found.barrier, found.peak) == (math.inf, 0.6)
+    twice = Interpolation(np.array([0, 0.3, 0.6, 1]), np.array([1.0, math.inf, overflow, 1.0]), 1.0, 1, False)
+    assert (twice.barrier, twice.peak) == (math.inf, 0.3)
+
+
+@pytest.mark.parametrize("matched", [False, True])
+def test_a_caption_says_whether_the_units_were_matched(matched):
+    found = Interpolation(np.array([0, 0.5, 1]), np.array([1.0, 4.0, 2.0]), 3.0, 10, matched)
+    assert ("at distance 3, its units matched: barrier 2.5 at α = 0.5" in found.caption()) == matched
+    assert ("at distance 3: barrier 2.5 at α = 0.5" in found.caption()) != matched
 
 
 def test_the_samples_are_drawn_and_read_as_asked():
@@ -126,8 +137,8 @@ def test_the_samples_are_drawn_and_read_as_asked():
     with objective_of(b, (x, y), samples=7, seed=5) as there:
         assert (ends[0].samples, ends[0].losses[-1]) == (7, pytest.approx(there.value(), rel=1e-12))
     assert ends[0].losses[-1] != ends[1].losses[-1]
-    rows = [{"x": x[:9], "y": y[:9]}, {"x": x[9:], "y": y[9:]}]
-    named = interpolate(a, b, rows, points=3, collate=lambda row: (row["x"], row["y"]))
+    rows = [{"left": x[:9], "right": y[:9]}, {"left": x[9:], "right": y[9:]}]
+    named = interpolate(a, b, rows, points=3, collate=lambda row: (row["left"], row["right"]))
     np.testing.assert_allclose(named.losses, interpolate(a, b, (x, y), points=3).losses, rtol=1e-6)
 
 

@@ -38,6 +38,13 @@ def test_the_ends_of_mirrored_samples_are_mirrored():
     assert (found.low, found.high) == pytest.approx((-other.high, -other.low))
 
 
+@pytest.mark.parametrize("scale", [1e-120, 1e120])
+def test_the_ends_follow_any_scale_of_the_samples(scale):
+    """Their third power is no float64 any more."""
+    found, plain = hall([scale * each for each in SKEWED]), hall(SKEWED)
+    assert [found.low / scale, found.high / scale] == pytest.approx([plain.low, plain.high], rel=1e-12)
+
+
 @pytest.mark.parametrize("shift", [0.0, 1e-9])
 def test_without_skewness_the_ends_are_as_far_from_the_mean(shift):
     found = hall([*range(1, 8), 8.0 + shift])

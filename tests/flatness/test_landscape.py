@@ -14,7 +14,7 @@ from torch import nn
 
 from fedflat.errors import RecipeError, RunError
 from fedflat.flatness import Hessian, Objective, top_eigenvalues
-from fedflat.flatness.landscape import Landscape, eigen_plane, filter_normalised, landscape
+from fedflat.flatness.landscape import Landscape, eigen_plane, filter_normalised, landscape, plane_of
 
 
 def half_square(z, y):
@@ -249,6 +249,26 @@ def test_a_place_that_is_not_there_gives_one_sentence(quadratic, tmp_path):
 def test_a_wrong_request_is_named(directions, options, sentence, quadratic):
     with pytest.raises(RecipeError, match=f"landscape: {sentence}"):
         landscape(quadratic[0], directions, **options)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_named_plane_has_the_top_eigenvectors_or_orthogonal_filters_of_its_seed(seed):
+    objective = conv_net()
+    top = top_eigenvalues(Hessian(objective), 2, seed=seed)
+    assert torch.equal(plane_of(objective, "eigen", seed=seed), eigen_plane(top))
+    assert not torch.equal(plane_of(objective, "eigen", seed=0), eigen_plane(top))
+    (curve,) = plane_of(objective, "eigen", 1, seed)
+    assert torch.equal(curve, eigen_plane(top)[0]) and float(curve.norm()) == pytest.approx(1, rel=1e-12)
+    for count in (1, 2):
+        drawn = filter_normalised(objective, count, seed, orthogonal=True)
+        assert torch.equal(plane_of(objective, "random", count, seed), drawn)
+
+
+def test_a_caption_says_how_many_points_there_are():
+    axes = np.array([[-0.5, 0.0, 0.5]])
+    assert Landscape(axes, np.ones(3), 1.0).caption() == "Loss on a curve of 3 points from -0.5 to 0.5"
+    plane = Landscape(np.repeat(axes, 2, axis=0), np.ones((3, 3)), 1.0)
+    assert plane.caption() == "Loss on a plane of 3 × 3 points from -0.5 to 0.5"
 
 
 def test_one_eigenvector_is_no_plane(quadratic):

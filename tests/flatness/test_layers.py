@@ -12,7 +12,9 @@ from torch.func import functional_call, hessian, vmap
 
 from fedflat.errors import RecipeError
 from fedflat.flatness import Objective
+from fedflat.flatness.krylov import MISSED
 from fedflat.flatness.layers import layers
+from fedflat.flatness.samples import Fields
 
 
 def block(module, x, y, layer, bias=True):
@@ -271,8 +273,10 @@ def test_an_objective_of_some_weights_has_their_layers_only():
     assert [layer.name for layer in layers(f.of(["3.weight"]), products=6)] == ["3"]
     with pytest.raises(RecipeError, match=r"does not depend on the weight of any nn\.Linear or nn\.Conv2d"):
         layers(f.of(["3.bias"]))
-    with pytest.raises(RecipeError, match="k = 0"):
-        layers(f, k=0)
+    for wrong in ({"k": 0}, {"steps": 0}):
+        ((name, _),) = wrong.items()
+        with pytest.raises(RecipeError, match=f"layers: .*{name} = 0 .*must be at least 1"):
+            layers(f, **wrong)
 
 
 def test_the_module_is_left_as_it_was_and_the_seed_decides(case):
@@ -294,3 +298,106 @@ def test_nearly_saturated_samples_have_the_little_curvature_that_they_have(margi
     p = torch.sigmoid(x[:, 0].double())
     expected = (x[:, 0].double().square() * 2 * p * (1 - p)).mean()
     assert layer.activity.bound == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_the_bound_after_one_step_is_that_of_a_start_in_as_many_dimensions_as_outputs():
+    """λ_max ≤ α + β √(2d/π)/10⁻⁶ with α = vᵀHv and β = ‖Hv − αv‖, from the dense H of each sample."""
+    torch.manual_seed(1)
+    module = NETS["tanh"]().double()
+    x, y = samples(1)
+    found = layers(Objective(module, F.cross_entropy, [(x, y)]), products=6, steps=1, seed=3)[0].activity
+    z = module[1](x.flatten(1)).detach()
+    matrices = vmap(hessian(lambda z, y: F.cross_entropy(module[2:](z[None]), y[None])))(z, y).detach()
+    v = torch.randn(20, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    v /= v.norm(dim=1, keepdim=True)
+    w = torch.einsum("nij,nj->ni", matrices, v)
+    alpha = (w * v).sum(dim=1)
+    beta = (w - alpha[:, None] * v).norm(dim=1)
+    tops = (alpha + beta * math.sqrt(2 * 5 / math.pi) / MISSED).clamp_min(0)
+    expected = ((x.square().sum(dim=(1, 2, 3)) + 1) * tops).mean()
+    assert found.bound == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_a_rest_whose_second_derivative_torch_does_not_have_is_computed_in_plain_form():
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Hardsigmoid(), nn.Linear(5, 3)).double()
+    x, y = samples(1)
+    found = layers(objective(module, x, y), products=6)[0].activity
+    tops = curvatures(lambda z: module[3]((z / 6 + 0.5).clamp(0, 1)), module[1](x.flatten(1)).detach(), y)
+    expected = float(((x.square().sum(dim=(1, 2, 3)) + 1) * tops).mean())
+    assert expected * (1 - 1e-12) <= found.bound == pytest.approx(expected, rel=1e-6)
+
+
+def test_statistics_of_the_batch_leave_no_bound():
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), norm, nn.Linear(4, 3)).double()
+    found = layers(objective(module, *samples(0)), products=6)
+    assert [layer.activity.bound for layer in found] == [None, None]
+
+
+class Recurrent(nn.Module):
+    """One layer on four tokens, on their mean, and on what it makes of that."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def steps(self, x):
+        tokens = x[:, 0]
+        mean = torch.tanh(self.cell(tokens)).mean(dim=1)
+        return tokens, mean, torch.tanh(self.cell(mean))
+
+    def forward(self, x):
+        return self.head(self.cell(self.steps(x)[-1]))
+
+
+def test_a_layer_that_is_used_several_times_has_all_its_inputs():
+    torch.manual_seed(0)
+    module = Recurrent().double()
+    x, y = samples(0)
+    cell = layers(objective(module, x, y), products=6)[0].activity
+    entered = [each.detach() for each in module.steps(x)]
+    total = sum(float(each.square().sum()) for each in entered)
+    assert cell.bound is None and not cell.last
+    assert cell.norm == pytest.approx(total / 20, rel=1e-9)
+    assert cell.mean_square == pytest.approx(total / sum(each.numel() for each in entered), rel=1e-9)
+    assert cell.patches == pytest.approx(total / 20 + 4 + 1 + 1, rel=1e-9), "with the 1 of every row"
+
+
+class Sometimes(nn.Module):
+    """Its layer has the last word in large batches only."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(64, 3)
+
+    def forward(self, x):
+        z = self.map(x.flatten(1))
+        return z if len(x) > 7 else 2 * z
+
+
+@pytest.mark.parametrize(("cut", "last"), [(7, False), (13, False), (10, True)])
+def test_a_layer_is_the_last_one_only_if_it_is_in_every_batch(cut, last):
+    torch.manual_seed(0)
+    (found,) = layers(objective(Sometimes().double(), *samples(0), cut), products=6)
+    assert found.activity.last == last and (found.activity.softmax_bound is None) != last
+
+
+def test_named_inputs_have_the_bound_of_plain_ones():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(64, 3)
+
+        def forward(self, x):
+            return self.map((x["image"] if isinstance(x, dict) else x).flatten(1))
+
+    torch.manual_seed(0)
+    module = Named().double()
+    x, y = samples(0)
+    plain, named = (
+        layers(Objective(module, F.cross_entropy, [(inputs, y)]), products=6)[0].activity
+        for inputs in (x, Fields({"image": x}))
+    )
+    assert plain == named and named.bound is not None

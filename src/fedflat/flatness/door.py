@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
@@ -128,19 +129,26 @@ def mean_loss(model: nn.Module, loss: Loss | None, batch: tuple[Any, Tensor]) ->
         if not isinstance(once, Tensor):
             raise DataError(f"loss: returns a {type(once).__name__}; it must return a tensor")
         if once.numel() > 1:
-            return _over(loss, lambda values, y: values.sum() / values.numel())
+            return _Over(loss, lambda values, y: values.sum() / values.numel())
         value, double = float(once), float(twice)
     if not torch.isfinite(once):
         raise TrainingError(f"loss: is {value} on the first {len(labels)} samples; it must be finite")
     if abs(double - value) <= 1e-4 * abs(value):
         return loss
     if abs(double - 2 * value) <= 1e-4 * abs(value):
-        return _over(loss, lambda total, y: total / len(y))
+        return _Over(loss, lambda total, y: total / len(y))
     raise DataError(f"loss: the same samples twice give {double / value:.3g} × the loss; give a mean over the samples")
 
 
-def _over(loss: Loss, reduce: Callable[[Tensor, Tensor], Tensor]) -> Loss:
-    return lambda outputs, labels: reduce(loss(outputs, labels), labels)
+@dataclass(frozen=True)
+class _Over:
+    """A loss that is reduced to a mean. It keeps the given loss, from which `Likelihood` knows the distribution."""
+
+    loss: Loss
+    reduce: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return self.reduce(self.loss(outputs, labels), labels)
 
 
 class ClassMean:

@@ -68,10 +68,10 @@ def hall(samples: Sequence[float]) -> Interval:
     t = quantile(n - 1, widened(LEVEL, n))
     centred = np.asarray(samples) - plain.mean
     spread = float(np.mean(centred**2))
-    skewness = float(np.mean(centred**3)) / spread**1.5 if spread > 0 else 0.0
+    skewness = float(np.mean((centred / math.sqrt(spread)) ** 3)) if spread > 0 else 0.0
 
     def inverse(y: float) -> float:
-        if abs(skewness) < SYMMETRIC or not math.isfinite(skewness):
+        if abs(skewness) < SYMMETRIC:
             return y
         return 3 * math.sqrt(n) / skewness * (math.cbrt(1 + skewness * (y / math.sqrt(n) - skewness / (6 * n))) - 1)
 
@@ -97,7 +97,7 @@ def stepped(samples: Sequence[float], step: float, level: float = LEVEL) -> Inte
     """
     plain, n = student(samples), len(samples)
     error = math.hypot(plain.error, step / 2 / math.sqrt(n))
-    reach = quantile(n - 1, widened(level, n)) * error if n > 1 else math.nan
+    reach = quantile(n - 1, widened(level, n)) * error
     return Interval(plain.mean, error, plain.mean - reach, plain.mean + reach)
 
 

@@ -58,7 +58,7 @@ class Landscape(Shown):
         return float(np.nan_to_num(self.values, nan=math.inf, posinf=math.inf).max()) - self.centre
 
     def caption(self) -> str:
-        kind, steps = ("curve", "plane")[len(self.axes) - 1], " × ".join([str(self.axes.shape[1])] * len(self.axes))
+        kind, steps = "plane" if len(self.axes) == 2 else "curve", " × ".join(map(str, self.values.shape))
         return f"Loss on a {kind} of {steps} points from {self.axes[0, 0]:g} to {self.axes[0, -1]:g}"
 
     def rows(self) -> list[dict[str, Any]]:

@@ -138,7 +138,7 @@ def _sharing(objective: Objective) -> dict[str, list[Layer]]:
 def _biases(objective: Objective, modules: Sequence[Layer]) -> list[str]:
     """The names of the biases that belong only to these layers, if the objective depends on them."""
     others = [p for m in objective.module.modules() if m not in modules for p in m.parameters(recurse=False)]
-    own = [m.bias for m in modules if m.bias is not None and not any(m.bias is p for p in others)]
+    own = [m.bias for m in modules if not any(m.bias is p for p in others)]
     named = objective.module.named_parameters()
     return [n for n, p in named if n in objective.layout.shapes and any(p is b for b in own)]
 
@@ -215,7 +215,7 @@ def _curvature(loss: Tensor, shift: Tensor, steps: int, chance: torch.Generator)
     """
     (slope,) = torch.autograd.grad(loss, shift, create_graph=True)
     if not slope.requires_grad:  # the loss is linear in Z
-        return torch.zeros(len(shift), dtype=shift.dtype, device=shift.device)
+        return shift.new_zeros(len(shift))
     # Below this, squares underflow. A vector this small counts as zero, and Lanczos ends there.
     smallest = torch.finfo(shift.dtype).tiny ** 0.5
     v = torch.randn(shift.shape, generator=chance, dtype=shift.dtype).flatten(1).to(shift.device)

@@ -20,6 +20,8 @@ class Likelihood:
     trained with cross-entropy (labels that are probabilities of classes), the sigmoid of each output if it was trained
     with binary cross-entropy, and otherwise a normal distribution of mean z and unit variance.
 
+    A batch in which no label counts has no mean; `Objective` leaves it out.
+
     Args:
         loss: the loss that the model was trained with.
     """
@@ -27,14 +29,14 @@ class Likelihood:
     def __init__(self, loss: Any) -> None:
         known = getattr(loss, "loss", loss)  # a loss that wraps one of torch's
         self.tokens = isinstance(loss, TokenLoss)
-        self.softmax = known is F.cross_entropy or isinstance(known, nn.CrossEntropyLoss | nn.NLLLoss)
+        self.softmax = known is F.cross_entropy or isinstance(known, nn.CrossEntropyLoss)
         self.binary = known in BINARY or isinstance(known, nn.BCEWithLogitsLoss)
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         if not labels.is_floating_point():
             if self._classes_last(outputs, labels):
                 outputs, labels = outputs.flatten(0, -2), labels.flatten()
-            return F.cross_entropy(outputs, labels.long()) if self.counted(labels) else 0 * outputs.sum()
+            return F.cross_entropy(outputs, labels.long())
         if self.softmax:
             return F.cross_entropy(outputs, labels)
         outputs = outputs.reshape(labels.shape)  # labels (N,) may have outputs (N, 1)
@@ -48,6 +50,6 @@ class Likelihood:
 
     def _classes_last(self, outputs: Tensor, labels: Tensor) -> bool:
         """Whether logits are (N, T, classes), as for tokens, and not (N, classes, T), as for pixels."""
-        if outputs.ndim < 3 or outputs.shape[:-1] != labels.shape:
+        if outputs.shape[:-1] != labels.shape:
             return False
         return self.tokens or (outputs.shape[0], *outputs.shape[2:]) != tuple(labels.shape)

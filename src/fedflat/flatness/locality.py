@@ -136,15 +136,13 @@ def locality(
     finally:
         network.load(state.weights)
         network.buffers.copy_(state.buffers)
-        network.module.eval()
     return Locality(float(eigen.values[0]), found)
 
 
 def _local_models(problem: Problem, engine: Engine, state: ServerState, lr: float) -> dict[int, tuple[Tensor, Tensor]]:
     """Each client's weights and batch statistics after one local round."""
     sent = problem.method.broadcast(view(problem, state))
-    if state.buffers.numel() and problem.recipe.model.buffers == "average":
-        sent["buffers"] = state.buffers
+    sent["buffers"] = state.buffers  # a client that keeps its own statistics does not look at these
     found = {}
     for each in engine.local_rounds(Broadcast(state.round, lr, sent), range(problem.federation.clients)):
         if not isinstance(each, Upload):
