@@ -1,6 +1,7 @@
 """The gradient of a chain of linear layers by hand: that of autograd, and only where nothing else is asked for."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedflat import train
-from fedflat.local.kernels.linear import Chain
+from fedflat.local.kernels.linear import Chain, linear_layers
 from fedflat.models.vector import Network
 
 
@@ -85,3 +86,15 @@ def test_every_method_may_use_it(digits, method, monkeypatch):
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     for one, other in zip(by_hand.model.parameters(), by_autograd.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_no_layer_a_parameter_beside_the_layers_and_autocast_are_left_to_autograd():
+    def found(module, autocast=None):
+        return linear_layers(SimpleNamespace(module=module, base={}, autocast=autocast))
+
+    assert found(nn.Sequential()) == []
+    chain = nn.Sequential(nn.Linear(3, 2))
+    assert found(chain) == [chain[0]]
+    assert found(chain, autocast="bf16") == []
+    chain.register_parameter("temperature", nn.Parameter(torch.ones(())))
+    assert found(chain) == []

@@ -1,5 +1,7 @@
 """Clients in common steps: the same as one by one, up to rounding."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,6 +52,42 @@ def test_common_steps_give_the_weights_of_single_ones(many, method, shared_steps
     assert sorted(shared_steps) == [6] * 3 + [7] * 6, "all clients, and only those of the second run, went together"
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("method", ["fedavg", "fedprox(0.1)", "fedlesam"])
+def test_steps_without_momentum_and_clip_are_those_of_single_clients_too(many, method, bias, shared_steps):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 8, bias=bias), nn.ReLU(), nn.Linear(8, 10, bias=bias))
+
+    settings = dict(rounds=2, cohort=16, batch=2, weight_decay=0.1, engine="inline", precision="float64")
+    one, together = (train(many, net(), method, **settings, group=group) for group in (1, 8))
+    torch.testing.assert_close(weights(together), weights(one), rtol=1e-9, atol=1e-11)
+    assert [r["local_loss"] for r in together.history] == pytest.approx([r["local_loss"] for r in one.history])
+    assert shared_steps == [8] * 4
+
+
+def test_watched_terms_of_a_group_are_those_of_its_clients(many, shared_steps):
+    settings = dict(model="mlp", rounds=2, cohort=16, batch=8, engine="inline", precision="float64")
+    one, together = (train(many, method="fedavg + man(0.0)", **settings, group=group) for group in (1, 8))
+    for a, b in zip(one.history, together.history, strict=True):
+        assert [*a["notes"]] == ["activation/relu1"]
+        assert b["notes"] == pytest.approx(a["notes"], rel=1e-9)
+    assert shared_steps == [8] * 4
+
+
+@pytest.mark.parametrize("lr", [0.0, 0.1])
+def test_a_client_whose_last_batch_has_one_sample_still_trains(lr):
+    module = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    inputs, labels = torch.randn(2, 4, 2, dtype=torch.float64), torch.tensor([[0, 1, 0, 1]] * 2)
+    shares = torch.tensor([[1.0, 0, 0, 0], [0.25] * 4], dtype=torch.float64)
+    network = Network(module, torch.float64)
+    start, rules = network.weights.clone(), [LocalRule(lr, 1, momentum=0.5)] * 2
+    single, full = train_together(network, start, rules, [(inputs, labels, shares)])
+    expected = F.cross_entropy(module(inputs[0, :1]), labels[0, :1]).detach()
+    assert single.loss == pytest.approx(float(expected))
+    assert bool(single.delta.any()) == bool(full.delta.any()) == (lr > 0)
+
+
 def test_in_float32_they_agree_to_1e_5(many):
     settings = dict(model="mlp", model_hidden=[32], method="fedavg", rounds=3, cohort=40, batch=10, engine="inline")
     one, together = (weights(train(many, **settings, group=group)) for group in (1, 16))
@@ -85,7 +123,9 @@ def test_what_looks_into_a_pass_goes_one_by_one():
     assert shared(network, [plain, LocalRule(0.1, 5)])
     assert shared(network, [Proximal(0.1).plan(Ascent(0.1).plan(plain, sent, {}), sent, {})] * 2)
     assert not shared(network, [ActivationNorm(0.1).plan(plain, sent, {})] * 2)
+    assert shared(network, [plain])
     assert not shared(network, [plain, LocalRule(0.2, 3)])
+    assert not shared(network, [LocalRule(0.1, 3, pairs=True)] * 2)
     assert not shared(Network(nn.Sequential(nn.Dropout(), nn.Linear(4, 2))), [plain, plain])
     assert not shared(Network(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))), [plain, plain])
 
@@ -99,6 +139,15 @@ def test_groups_are_for_small_models_and_large_cohorts():
     assert group_size(autograd, 100) == 16
     assert group_size(Network(nn.Sequential(nn.Tanh(), nn.Linear(8_000, 10))), 100) == 1
     assert group_size(Network(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))), 100) == 1
+
+
+def test_on_an_accelerator_larger_models_train_together_too():
+    def elsewhere(width):
+        module = nn.Linear(width, 1000, device="meta")
+        return SimpleNamespace(module=module, weights=torch.empty(0, device="meta"))
+
+    assert [group_size(elsewhere(4_000), cohort) for cohort in (100, 3)] == [16, 3]
+    assert group_size(elsewhere(6_000), 100) == 1
 
 
 def test_dropout_is_drawn_for_each_turn_and_not_from_the_global_generator(many):

@@ -11,6 +11,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from fedflat.errors import RecipeError
+from fedflat.local.kernels import choose
 from fedflat.local.kernels.linear import Chain
 from fedflat.local.rule import LocalRule
 from fedflat.local.slope import Slope
@@ -19,6 +21,7 @@ from fedflat.methods.chain import Method
 from fedflat.methods.part import Part
 from fedflat.methods.parts import ActivationNorm, Ascent, Distillation, LookbackAscent, Proximal, ProximalAscent
 from fedflat.models.vector import Network
+from fedflat.randomness import generator
 
 D = 5
 
@@ -60,6 +63,66 @@ def test_pulls_decays_and_springs_of_several_parts_add_up():
     rule = LocalRule(0.1, 1).with_pull(one, 0.1, 0.2).with_pull(two, 0.4, 0.8)
     torch.testing.assert_close(rule.pull, one + two)
     assert (rule.decay, rule.spring) == pytest.approx((0.5, 1.0))
+
+
+def test_an_optimiser_gets_the_decay_of_the_parts_and_that_of_the_recipe_is_decoupled():
+    w, g = vectors(0, 1)
+    frozen = torch.arange(D) < 2
+
+    class Plain:
+        def __call__(self, gradient, weights, memory, layout, k):
+            return gradient, {"seen": gradient, **memory}
+
+    rule = LocalRule(0.1, 1, weight_decay=0.2, decay=0.3, frozen=frozen, descent=Plain())
+    after = w.clone()
+    memory = step(after, g.clone(), None, rule)
+    torch.testing.assert_close(memory["seen"], (g + 0.3 * w) * ~frozen)
+    torch.testing.assert_close(after, torch.where(frozen, w, w - 0.1 * 0.2 * w - 0.1 * (g + 0.3 * w)))
+
+
+def test_a_part_that_needs_the_head_finds_out_what_is_trained():
+    def asks(head, body=False):
+        LocalRule(0.1, 1, layout=Network(nn.Linear(4, 2)).layout, head=head).require_head("fedsol", body)
+
+    for head in (slice(0), slice(3, 3)):
+        with pytest.raises(RecipeError, match="fedsol needs a head with trained weights of its own"):
+            asks(head)
+    for head in (slice(None, 3), slice(0, 10)):
+        asks(head)
+    asks(slice(2, 10), body=True)
+    with pytest.raises(RecipeError, match="fedsol needs a body with trained weights"):
+        asks(slice(0, 10), body=True)
+
+
+def test_a_part_draws_by_seed_purpose_round_and_client():
+    rule = LocalRule(0.1, 1, seed=3, round=4, client=5, stream="#2")
+    expected = torch.rand(3, generator=generator(3, "part/mask#2", 4, 5))
+    assert torch.equal(torch.rand(3, generator=rule.generator("mask")), expected)
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers", "tokens"])
+def test_a_term_compares_with_another_model_on_the_positions_that_count(kind):
+    network = Network(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)), torch.float64)
+    x = torch.randn(2, 5, 4, dtype=torch.float64) if kind == "tokens" else torch.randn(6, 4, dtype=torch.float64)
+    counted = torch.tensor([[True, True, False, True, False], [True, True, True, False, False]])
+    labels = {
+        "classes": torch.arange(6) % 3,
+        "numbers": torch.randn(6, 3, dtype=torch.float64),
+        "tokens": torch.where(counted, 1, -100),
+    }[kind]
+    seen = []
+    with network.listening(features=True) as tap:
+        slope = Slope(network, LocalRule(0.1, 1), lambda z, _: z.sum(), tap).at((x, labels))
+        slope(terms=(lambda here: seen.append((here, here.under(slope.weights))) or here.logits.sum(),))
+    here, other = seen[0]
+    kept = counted if kind == "tokens" else slice(None)
+    torch.testing.assert_close(other.logits, network.module(x)[kept])
+    torch.testing.assert_close(other.features, network.module[:2](x)[kept])
+    torch.testing.assert_close(here.logits, other.logits)
+    with network.listening() as tap:
+        blind = Slope(network, LocalRule(0.1, 1), lambda z, _: z.sum(), tap).at((x, labels))
+        blind(terms=(lambda here: seen.append(here.forward) or here.logits.sum(),))
+    assert seen[1].features is None
 
 
 def test_a_blank_rule_has_the_facts_and_none_of_the_ingredients():
@@ -340,6 +403,7 @@ def test_an_ascent_may_ask_for_other_terms_with_and_without_the_loss(module):
     loss, term = (network.differentiate(f(network.module(x))) for f in (lambda z: F.cross_entropy(z, y), torch.var))
     with network.listening() as tap:
         slope = Slope(network, LocalRule(0.1, 1), F.cross_entropy, tap).at((x, y))
+        slope.kernels = choose(network, Ascent(0.1).plan(LocalRule(0.1, 1), {}, {}), F.cross_entropy, y)
         terms = (lambda here: here.logits.var(),)
         torch.testing.assert_close(slope(), loss)
         torch.testing.assert_close(slope(terms=terms), loss + term)

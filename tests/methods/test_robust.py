@@ -149,6 +149,12 @@ def test_krum_does_not_depend_on_where_the_clients_are():
     np.testing.assert_allclose(move(deltas + 1e8, Krum(0.2)) - 1e8, move(deltas, Krum(0.2)), atol=1e-6)
 
 
+def test_krum_tells_many_clients_apart_that_lie_far_from_the_origin():
+    deltas = np.linspace(-1, 1.1, 30)[:, None] ** 3
+    chosen = move(deltas + 1e8, Krum(0.0)) - 1e8  # a matrix product would have squares of distances from 1e16
+    np.testing.assert_allclose(chosen, krum_by_brute_force(deltas, 0, False), atol=1e-6)
+
+
 def test_krum_sees_differences_that_single_precision_does_not_and_takes_the_first_of_equals():
     deltas = np.array([[-5.0], [-3.0], [-1.0], [1.0], [3.0], [5.0]])
     assert move(deltas, Krum(0.0)) == [-1.0]

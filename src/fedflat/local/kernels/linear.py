@@ -184,7 +184,8 @@ class Rows:
 
 def _views(layers: Sequence[tuple[torch.Size, bool]], rows: Tensor) -> list[tuple[Tensor, Tensor | None]]:
     """Return views of W and b of each layer in a matrix whose rows are flat weights."""
-    views, end = list[tuple[Tensor, Tensor | None]](), 0
+    views: list[tuple[Tensor, Tensor | None]] = []
+    end = 0
     for shape, bias in layers:
         start, end = end, end + shape.numel()
         weight = rows[:, start:end].unflatten(1, shape)

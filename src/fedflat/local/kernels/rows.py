@@ -90,7 +90,7 @@ def train_together(
     """
     network.module.train()
     rule, starts = _stacked(rules), start.expand(len(rules), -1)
-    weights = starts.clone(memory_format=torch.contiguous_format)
+    weights = starts.clone()  # contiguous also if `start` is one vector for all
     velocity = torch.zeros_like(weights) if rule.momentum else None
     carry, losses, looks = dict(rule.carry), weights.new_zeros(len(rules)), weights.new_zeros(len(rules))
     slope, update = RowSlope(network, weights), FusedUpdate(network, rule)
@@ -180,7 +180,7 @@ class RowSlope:
             gradients, loss = self._vectorised(self.weights, *self._batch)
         if direction is not None:
             self.weights.copy_(self._home)
-        if direction is None and self.loss is None:
+        if direction is None:
             self.loss = loss
         return gradients
 
