@@ -151,9 +151,8 @@ def _of_dataset(data: Any, samples: int, batch: int, seed: int, collate: Collate
 
 def _of_loader(loader: DataLoader[Any], samples: int, seed: int) -> Iterable[Any]:
     """A loader in plain or shuffled order only says how to batch its data set; any other order is kept."""
-    plain = type(loader.sampler) in (SequentialSampler, RandomSampler) and loader.batch_size is not None
-    if plain and hasattr(loader.dataset, "__len__"):
-        size = loader.batch_size or 1
+    size = loader.batch_size
+    if size is not None and type(loader.sampler) in (SequentialSampler, RandomSampler):
         return _of_dataset(loader.dataset, samples, size, seed, loader.collate_fn)
     return _of_batches(loader)
 
@@ -188,7 +187,7 @@ def _halves(raw: Any, collate: Collate | None) -> tuple[Any, Tensor]:
 
 def _by_name(raw: Mapping[str, Any]) -> tuple[Any, Any]:
     found = [name for name in LABELS if name in raw]
-    if len(found) != 1 or len(raw) < 2:
+    if len(found) != 1:
         raise DataError(
             f"data: a batch has the entries {', '.join(map(str, raw))}, and one of them must be labels; {HELP}"
         )
