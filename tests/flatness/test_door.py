@@ -178,7 +178,7 @@ def test_a_loader_says_how_large_a_batch_is_and_a_sampler_of_its_own_which_sampl
 
 def test_inputs_are_the_arrays_of_a_dictionary_but_for_the_labels():
     other = {"name": "train", "empty": "", "epoch": 3, "words": ["a"] * 24, "nothing": None}
-    ((inputs, labels),) = batches_of([{"x": X.tolist(), "labels": Y, **other}])
+    ((inputs, labels),) = batches_of(iter([{"x": X.tolist(), "labels": Y, **other}]))
     assert list(inputs) == ["x"] and torch.equal(inputs["x"], torch.tensor(X.tolist())) and torch.equal(labels, Y)
 
 
