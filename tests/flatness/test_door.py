@@ -41,7 +41,7 @@ FORMS = {
     "tensors": (X, Y),
     "list of two tensors": [X, Y],
     "numpy": (X.numpy(), Y.numpy()),
-    "numpy backwards": (np.ascontiguousarray(X.numpy()[::-1])[::-1], Y.numpy()),
+    "numpy backwards": tuple(np.ascontiguousarray(each.numpy()[::-1])[::-1] for each in (X, Y)),
     "numpy in int32": (X.numpy(), Y.numpy().astype(np.int32)),
     "batches": [(X[:7], Y[:7]), (X[7:], Y[7:])],
     "one batch": [(X, Y)],
