@@ -37,6 +37,11 @@ class Rows(torch.utils.data.Dataset):
         return {"features": X[k].numpy(), "label": int(Y[k])}
 
 
+class Endless(torch.utils.data.Dataset):
+    def __getitem__(self, k):
+        return X[k], int(Y[k])
+
+
 FORMS = {
     "tensors": (X, Y),
     "list of two tensors": [X, Y],
@@ -57,6 +62,7 @@ FORMS = {
     "dictionary": {"x": X, "y": Y},
     "dictionary with the labels first": {"y": Y, "x": X},
     "batches of dictionaries": [{"pixel_values": X[:9], "labels": Y[:9]}, {"pixel_values": X[9:], "labels": Y[9:]}],
+    "batches with a number beside the labels": [{"x": X, "labels": Y, "epoch": 3}],
     "dataset of dictionaries": Rows(),
     "classes between weights and texts": [(X, torch.ones(24), Y, ["a"] * 24)],
 }
@@ -200,6 +206,10 @@ MISTAKES = {
     "an empty list": [],
     "an empty dictionary": {},
     "numbers": [1.0, 2.0],
+    "nothing in a list": [None],
+    "samples of different sizes": [(torch.ones(k), 0) for k in (4, 5)],
+    "samples with different entries": [{"x": X[0], "y": 1}, {"x": X[1]}],
+    "a loader without a length": DataLoader(Endless(), batch_size=4),
     "labels alone": [{"labels": Y}],
     "an empty loader": DataLoader(TensorDataset(X[:0], Y[:0])),
     "nothing": None,
@@ -230,6 +240,12 @@ def test_a_mistake_in_the_data_is_one_sentence(mistake):
 def test_no_samples_are_named(nothing):
     with pytest.raises(DataError, match="there are no samples to measure on"):
         batches_of(nothing)
+
+
+def test_single_samples_are_batched_before_collate_names_their_labels():
+    rows = [{"row": x, "class": int(y)} for x, y in zip(X, Y, strict=True)]
+    with objective_of(network(), rows, collate=lambda batch: (batch["row"], batch["class"])) as f:
+        assert f.samples == 24
 
 
 def test_collate_says_what_is_what():
