@@ -56,7 +56,9 @@ FORMS = {
     "shuffled loader": DataLoader(TensorDataset(X, Y), batch_size=9, shuffle=True),
     "own sampler": DataLoader(TensorDataset(X, Y), batch_size=9, sampler=SubsetRandomSampler(range(24))),
     "loader with its own collate": DataLoader(
-        TensorDataset(Y, X), batch_size=9, collate_fn=lambda rows: [torch.stack([row[k] for row in rows]) for k in (1, 0)]
+        TensorDataset(Y, X),
+        batch_size=9,
+        collate_fn=lambda rows: [torch.stack([row[k] for row in rows]) for k in (1, 0)],
     ),
     "loader of batches": DataLoader([(X[:7], Y[:7]), (X[7:], Y[7:])], batch_size=None),
     "single samples": [(x, int(y)) for x, y in zip(X, Y, strict=True)],
