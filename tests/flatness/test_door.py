@@ -15,6 +15,7 @@ from fedflat import flatness
 from fedflat.errors import DataError, FedflatError, RecipeError, TrainingError
 from fedflat.flatness import Objective, batches_of, look, objective_of
 from fedflat.flatness.dense import dense_hessian
+from fedflat.flatness.samples import Fields
 from fedflat.models import twice_differentiable
 
 chance = torch.Generator().manual_seed(0)
@@ -36,10 +37,16 @@ class Rows(torch.utils.data.Dataset):
         return {"features": X[k].numpy(), "label": int(Y[k])}
 
 
+class Endless(torch.utils.data.Dataset):
+    def __getitem__(self, k):
+        return X[k], int(Y[k])
+
+
 FORMS = {
     "tensors": (X, Y),
     "list of two tensors": [X, Y],
     "numpy": (X.numpy(), Y.numpy()),
+    "numpy backwards": tuple(np.ascontiguousarray(each.numpy()[::-1])[::-1] for each in (X, Y)),
     "numpy in int32": (X.numpy(), Y.numpy().astype(np.int32)),
     "batches": [(X[:7], Y[:7]), (X[7:], Y[7:])],
     "one batch": [(X, Y)],
@@ -48,9 +55,19 @@ FORMS = {
     "loader": DataLoader(TensorDataset(X, Y), batch_size=9),
     "shuffled loader": DataLoader(TensorDataset(X, Y), batch_size=9, shuffle=True),
     "own sampler": DataLoader(TensorDataset(X, Y), batch_size=9, sampler=SubsetRandomSampler(range(24))),
+    "loader with its own collate": DataLoader(
+        TensorDataset(Y, X),
+        batch_size=9,
+        collate_fn=lambda rows: [torch.stack([row[k] for row in rows]) for k in (1, 0)],
+    ),
+    "loader of batches": DataLoader([(X[:7], Y[:7]), (X[7:], Y[7:])], batch_size=None),
     "single samples": [(x, int(y)) for x, y in zip(X, Y, strict=True)],
+    "single samples with tensors as labels": list(zip(X, Y, strict=True)),
+    "single samples as dictionaries": [{"x": x, "y": int(y)} for x, y in zip(X, Y, strict=True)],
     "dictionary": {"x": X, "y": Y},
+    "dictionary with the labels first": {"y": Y, "x": X},
     "batches of dictionaries": [{"pixel_values": X[:9], "labels": Y[:9]}, {"pixel_values": X[9:], "labels": Y[9:]}],
+    "batches with a number beside the labels": [{"x": X, "labels": Y, "epoch": 3}],
     "dataset of dictionaries": Rows(),
     "classes between weights and texts": [(X, torch.ones(24), Y, ["a"] * 24)],
 }
@@ -161,6 +178,30 @@ def test_samples_are_drawn_with_the_seed_whatever_the_order_of_the_loader():
     assert sum(len(y) for _, y in batches_of([(X[:7], Y[:7]), (X[7:], Y[7:])], samples=10)) == 10
 
 
+def test_a_loader_says_how_large_a_batch_is_and_a_sampler_of_its_own_which_samples():
+    order = [5, 3, 8, 1, 2]
+    drawn = batches_of(DataLoader(TensorDataset(X, Y), batch_size=4), samples=10)
+    assert [len(labels) for _, labels in drawn] == [4, 4, 2]
+    chosen = batches_of(DataLoader(TensorDataset(X, Y), batch_size=4, sampler=order))
+    assert [len(labels) for _, labels in chosen] == [4, 1]
+    assert torch.equal(torch.cat([inputs for inputs, _ in chosen]), X[order])
+
+
+def test_inputs_are_the_arrays_of_a_dictionary_but_for_the_labels():
+    other = {"name": "train", "empty": "", "epoch": 3, "words": ["a"] * 24, "nothing": None}
+    ((inputs, labels),) = batches_of(iter([{"x": X.tolist(), "labels": Y, **other}]))
+    assert list(inputs) == ["x"] and torch.equal(inputs["x"], torch.tensor(X.tolist())) and torch.equal(labels, Y)
+
+
+def test_a_model_without_names_gets_the_only_input_or_the_one_with_a_usual_name():
+    model = network()  # its forward calls its argument "input"
+    for fields, name in (({"unusual": X}, "unusual"), ({"weight": Y, "x": X}, "x"), ({"unusual": Y, "input": X}, None)):
+        places, named = Fields(fields).arguments(model)
+        assert (places, named) == (((X,), {}) if name else ((), {"input": X}))
+    with pytest.raises(DataError, match="which of one, two the model takes is not clear"):
+        Fields({"one": X, "two": X}).arguments(model)
+
+
 def test_the_samples_of_a_federation_are_those_of_its_portion(digits):
     here, there = batches_of(digits, 100, seed=3), flatness.Portion(100, 3).batches(digits, range(digits.clients))
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(here, there, strict=True))
@@ -168,6 +209,13 @@ def test_the_samples_of_a_federation_are_those_of_its_portion(digits):
 
 MISTAKES = {
     "an empty list": [],
+    "an empty dictionary": {},
+    "numbers": [1.0, 2.0],
+    "nothing in a list": [None],
+    "samples of different sizes": [(torch.ones(k), 0) for k in (4, 5)],
+    "samples with different entries": [{"x": X[0], "y": 1}, {"x": X[1]}],
+    "a loader without a length": DataLoader(Endless(), batch_size=4),
+    "labels alone": [{"labels": Y}],
     "an empty loader": DataLoader(TensorDataset(X[:0], Y[:0])),
     "nothing": None,
     "inputs alone": X,
@@ -191,6 +239,18 @@ def test_a_mistake_in_the_data_is_one_sentence(mistake):
         look(model, MISTAKES[mistake])
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
     assert model.training
+
+
+@pytest.mark.parametrize("nothing", [{}, [], (X[:0], Y[:0])])
+def test_no_samples_are_named(nothing):
+    with pytest.raises(DataError, match="there are no samples to measure on"):
+        batches_of(nothing)
+
+
+def test_single_samples_are_batched_before_collate_names_their_labels():
+    rows = [{"row": x, "class": int(y)} for x, y in zip(X, Y, strict=True)]
+    with objective_of(network(), rows, collate=lambda batch: (batch["row"], batch["class"])) as f:
+        assert f.samples == 24
 
 
 def test_collate_says_what_is_what():

@@ -75,13 +75,17 @@ def test_a_permuted_and_disturbed_copy_is_matched_back_too_and_the_plain_path_ha
     assert plain.distance > 10 * matched.distance
 
 
-def test_matching_is_no_worse_than_any_order_of_a_small_network():
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda: (nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)),
+        lambda: (nn.Conv2d(1, 4, 2), nn.ReLU(), nn.Conv2d(4, 3, 2), nn.Flatten(), nn.Linear(12, 2)),
+    ],
+    ids=["linear", "convolutional"],
+)
+def test_matching_is_no_worse_than_any_order_of_a_small_network(parts):
     """Every pair of orders, by enumeration: the oracle of Σ⟨W, P W' P'ᵀ⟩."""
-
-    def made():
-        return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-
-    one, two = made(), made()
+    one, two = (nn.Sequential(*parts()).double() for _ in range(2))
     for seed, module in enumerate((one, two)):
         chance = torch.Generator().manual_seed(seed)
         for p in module.parameters():

@@ -11,8 +11,10 @@ from torch import nn
 
 from fedflat.cli.flatness import plain
 from fedflat.flatness import (
+    Flatness,
     Hessian,
     Objective,
+    Outliers,
     Spectrum,
     Trace,
     adaptive_sharpness,
@@ -23,11 +25,13 @@ from fedflat.flatness import (
     layers,
     matrix_of,
     measure,
+    outliers,
     spectrum,
     top_eigenvalues,
     trace,
     weight_norm,
 )
+from fedflat.flatness.layers import Activity, LayerFlatness
 
 
 def linear():
@@ -93,6 +97,7 @@ def test_a_density_takes_no_more_steps_than_there_are_dimensions():
     seen = spectrum(Hessian(objective), k=3, products=6, steps=100)
     expected = torch.linalg.eigvalsh(x.T @ x / 30)
     torch.testing.assert_close(seen.density.nodes[0], expected)
+    assert seen.outliers == outliers(seen.density)
     torch.testing.assert_close(torch.tensor(seen.eigenvalues, dtype=torch.float64), expected.flip(0))
     assert seen.ratio == pytest.approx(float(expected[2] / expected[0]))
 
@@ -104,6 +109,73 @@ def test_the_record_has_the_ratio_or_the_reason_why_there_is_none():
 
     assert of(6.0, 3.0, 1.5) == (4.0, None)
     assert of(6.0, -2.0) == (None, "λ2 = -2 is not positive")
+
+
+def spectrum_of(*values, apart=None):
+    residuals = [value / 100 for value in values]
+    return Spectrum(list(values), residuals, Trace(10.0, 1.0, 8, 7.0, 14.0), products=20, outliers=apart)
+
+
+def cells(found):
+    return [tuple(row.values()) for row in found.rows()]
+
+
+def test_the_rows_of_a_spectrum_are_its_numbers():
+    total = ("trace", 10.0, 1.0, 7.0, 14.0)
+    assert list(spectrum_of(6.0).rows()[0]) == ["quantity", "value", "±", "low", "high"]
+    assert cells(spectrum_of(6.0)) == [("λ1", 6.0, 0.06, None, None), total]
+    assert cells(spectrum_of(6.0, 3.0, apart=Outliers([6.0], 3.0))) == [
+        ("λ1", 6.0, 0.06, None, None),
+        ("λ2", 3.0, 0.03, None, None),
+        ("λ1/λ2", 2.0, None, None, None),
+        ("outliers above the bulk", 1, None, None, None),
+        total,
+    ]
+
+
+def test_the_rows_of_a_measurement_are_its_numbers():
+    def layer(name):
+        return LayerFlatness(name, 4, [5.0, 4.0], Trace(9.0, 0.5, 8, 8.0, 11.0), Activity(1, 1, 1, 7.0, False), True)
+
+    numbers = dict(ascent_sharpness=0.2, adaptive_sharpness=0.3, weight_norm=30.0, log10_capacity=2.5)
+    average = {"": 0.5, "_error": 0.1, "_low": 0.4, "_high": 0.7}
+    numbers |= {f"average_sharpness{end}": value for end, value in average.items()}
+    found = Flatness(samples=1200, loss=1.5, spectrum=spectrum_of(6.0), layers=[layer("fc"), layer("")], **numbers)
+    assert cells(found) == [
+        ("loss", 1.5, None, None, None),
+        *cells(found.spectrum),
+        ("sharpness, one ascent", 0.2, None, None, None),
+        ("sharpness, average", 0.5, 0.1, 0.4, 0.7),
+        ("sharpness, adaptive (scale-invariant)", 0.3, None, None, None),
+        ("‖w‖", 30.0, None, None, None),
+        ("capacity, log10 V_L", 2.5, None, None, None),
+        ("fc: λ1 of its block", 5.0, None, None, None),
+        ("fc: trace of its block", 9.0, 0.5, 8.0, 11.0),
+        ("fc: MAN's bound on λ1", 7.0, None, None, None),
+        ("the model: λ1 of its block", 5.0, None, None, None),
+        ("the model: trace of its block", 9.0, 0.5, 8.0, 11.0),
+        ("the model: MAN's bound on λ1", 7.0, None, None, None),
+    ]
+    assert found.record() == asdict(found) | {"spectrum": found.spectrum.record()}
+    assert found.record()["spectrum"]["ratio"] == 1.0
+
+
+class Viewed(nn.Module):
+    """A model that cannot process an empty batch, because −1 is then not a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.fc(x.view(len(x), -1))
+
+
+def test_the_capacity_is_computed_with_a_sample(digits):
+    torch.manual_seed(0)
+    objective = Objective(Viewed(), F.cross_entropy, [digits.held_out("train", 0, 9)])
+    square = float(objective.module.fc.weight.detach().square().sum())  # ‖W‖² · ‖W‖_F²/‖W‖² of a single layer
+    assert measure(objective, k=1, products=6).log10_capacity == pytest.approx(math.log10(square), rel=1e-5)
 
 
 @pytest.mark.parametrize("matrix", ["ggn", "fisher"])

@@ -192,6 +192,10 @@ def test_a_model_that_cannot_be_measured_is_one_sentence(name):
             lambda m, d: trajectory(m, d, models=[m, nn.Linear(5, 3)]),
             "0.weight is .4, 5. in one and nothing",
         ),
+        (
+            lambda m, d: trajectory(m, d, models=[m, nn.Sequential(nn.Linear(5, 3))]),
+            "0.weight is .4, 5. in one and .3, 5. in another",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(call, sentence):

@@ -60,7 +60,7 @@ def test_a_limit_draws_by_the_seed():
     [
         ({"direction": "backwards"}, RecipeError, "direction = 'backwards' is unknown; known: test_to_train"),
         ({"limit": -1}, RecipeError, "limit = -1: it must be at least 1, or 0 for all"),
-        ({"test": (torch.zeros(4, 5), torch.zeros(4, 3))}, DataError, r"test labels: .*\(4, 3\)"),
+        ({"test": (torch.zeros(4, 5), torch.zeros(4, 3))}, DataError, r"^test labels: .*\(4, 3\)$"),
     ],
 )
 def test_a_mistake_gives_one_sentence(options, error, sentence):

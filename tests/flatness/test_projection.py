@@ -43,10 +43,18 @@ def test_the_principal_plane_is_that_of_a_dense_svd():
     assert torch.allclose(plane.axes @ plane.axes.T, torch.eye(2, dtype=torch.float64), atol=1e-12)
     for axis, expected in zip(plane.axes, right, strict=False):
         assert abs(float(axis @ expected)) == pytest.approx(1, abs=1e-10)
-        assert float(axis @ (models[-1] - models[0])) >= 0
     shares = sigma.square() / sigma.square().sum()
     assert plane.shares == pytest.approx(shares[:2].tolist(), rel=1e-9)
     assert torch.equal(plane.origin, models[-1])
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize("seed", range(4))
+def test_each_axis_points_from_the_first_to_the_last_model(scale, seed):
+    models = scale * (20 + walk(5, 6, seed))
+    plane = principal_plane(models)
+    assert bool((plane.axes @ (models[-1] - models[0]) > 0).all())
+    assert plane.shares == pytest.approx(principal_plane(walk(5, 6, seed)).shares, rel=1e-6)
 
 
 def test_what_lies_in_the_plane_is_projected_exactly():
@@ -66,11 +74,11 @@ def test_three_models_lie_in_their_plane():
     (zero, first, second) = plane.project(torch.stack([a, b, c]))
     assert zero.tolist() == [0, 0]
     assert first.tolist() == pytest.approx([float((b - a).norm()), 0], abs=1e-12)
-    assert float(second.norm()) == pytest.approx(float((c - a).norm()))
+    assert float(second.norm()) == pytest.approx(float((c - a).norm())) and second[1] > 0
 
 
 def test_models_that_span_no_plane_are_refused():
-    line = torch.arange(4.0)[:, None] * torch.ones(1, 5)
+    line = torch.arange(4.0)[:, None] * torch.arange(1.0, 6.0)
     with pytest.raises(RecipeError, match="2 models do not span a plane"):
         principal_plane(line[:2])
     for models in (line, line * 0):
@@ -80,12 +88,24 @@ def test_models_that_span_no_plane_are_refused():
             plane_through(*models[:3])
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_a_line_is_what_is_a_million_times_as_long_as_wide(scale):
+    def triangle(width):
+        return scale * torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, width]], dtype=torch.float64)
+
+    for made in (principal_plane, lambda models: plane_through(*models)):
+        assert made(triangle(1e-5)).axes.shape == (2, 2)
+        with pytest.raises(RecipeError, match="lie on one line"):
+            made(triangle(1e-7))
+
+
 def test_the_surface_is_the_objective_at_the_points_of_the_plane():
     f = objective()
     plane = principal_plane(walk(4, f.size))
     around = torch.tensor([[-1.0, 0.0], [2.0, 0.5]], dtype=torch.float64)
     seen = surface(f, plane, around, points=5)
-    assert seen.axes[0][0] < -1 < 2 < seen.axes[0][-1] and seen.axes[1][0] < 0 < 0.5 < seen.axes[1][-1]
+    # A quarter of 3 on either side; the other axis first gets a third of 3, and then a quarter of that.
+    np.testing.assert_allclose(seen.axes[:, [0, -1]], [[-1.75, 2.75], [-0.5, 1.0]])
     for i, j in ((0, 0), (2, 4), (3, 1)):
         there = plane.at(torch.tensor([[seen.axes[0][i], seen.axes[1][j]]]))[0]
         with f.at(there):
@@ -115,6 +135,31 @@ def test_a_trajectory_has_the_loss_of_each_model_and_of_the_last_one_in_the_plan
     assert seen.off[-1] < 1e-12 < seen.off[0]
 
 
+def test_the_surface_of_a_trajectory_holds_all_that_is_shown(found):
+    f, models, _ = found
+    far = LocalRound(3, models[0] - 5, {}, models[3] + 5)
+    for local in (far, LocalRound(3, models[2], {2: models[1] + 5}, models[3])):
+        seen = trajectory(f, models, [0, 1, 2, 3], None, local, points=3)
+        for places in (seen.path, seen.clients_path, seen.ends):
+            assert (seen.surface.axes[:, 0] < places).all() and (places < seen.surface.axes[:, -1]).all()
+    assert trajectory(f, models, None, None, far, points=3).clients.tolist() == []
+
+
+def test_a_trajectory_is_seen_in_the_given_plane_and_the_caption_names_the_variance_of_a_principal_one(found):
+    f, models, seen = found
+    plane = plane_through(*models[:3])
+    other = trajectory(f, models, None, plane, points=3)
+    np.testing.assert_array_equal(other.path, plane.project(models).numpy())
+    assert np.isnan(other.shares).tolist() == [True, True] and other.local_round == 0
+    assert other.caption() == "4 models of a run in a plane of weight space"
+    one, two = principal_plane(models).shares
+    assert seen.shares.tolist() == [one, two]
+    assert seen.caption() == (
+        "4 models of a run and 2 clients of round 3 in a plane of weight space, "
+        f"with {one:.0%} and {two:.0%} of the variance"
+    )
+
+
 def test_a_trajectory_is_read_back_and_a_damaged_one_refused(found, tmp_path):
     *_, seen = found
     seen.save(tmp_path / "a.npz")
@@ -125,8 +170,11 @@ def test_a_trajectory_is_read_back_and_a_damaged_one_refused(found, tmp_path):
     assert again.local_round == 3
     content = dict(np.load(tmp_path / "a.npz"))
     wrongs = {"path": np.zeros((3, 2)), "rounds": np.zeros(4), "ends": np.zeros(2), "values": np.zeros(3)}
-    for name, wrong in wrongs.items():
-        np.savez(tmp_path / "b.npz", **content | {name: wrong})
+    # Arrays that lost their first dimension together still fit each other.
+    lost = [("rounds", "path", "losses", "off"), ("clients", "clients_path", "clients_off")]
+    alone = [{name: content[name][0] for name in names} for names in lost]
+    for change in [*({name: wrong} for name, wrong in wrongs.items()), *alone]:
+        np.savez(tmp_path / "b.npz", **content | change)
         with pytest.raises(RunError, match=r"b\.npz: its (arrays|values) do not fit"):
             Trajectory.load(tmp_path / "b.npz")
     (tmp_path / "c.npz").write_bytes((tmp_path / "a.npz").read_bytes()[:100])

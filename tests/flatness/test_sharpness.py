@@ -98,7 +98,8 @@ def test_mean_error_and_largest_are_those_of_the_drawn_pairs(quadratic):
     found = average_sharpness(objective, rho=0.3, directions=16, seed=7)
     mean = sum(means) / 8
     variance = sum((each - mean) ** 2 for each in means) / 7
-    assert (found.mean, found.error, found.largest) == pytest.approx((mean, math.sqrt(variance / 8), max(rises)))
+    expected = mean, math.sqrt(variance / 8), max(rises)
+    assert (found.mean, found.error, found.largest) == pytest.approx(expected, rel=1e-12), "drawn in float64"
     assert found.low < mean < found.high and found.directions == 16
 
 
@@ -120,6 +121,13 @@ def test_one_pair_has_no_interval_and_an_odd_number_is_a_mistake(quadratic):
     for wrong in (0, 1, 7):
         with pytest.raises(RecipeError, match=f"directions: {wrong}; directions come in pairs"):
             average_sharpness(quadratic[0], directions=wrong)
+
+
+@pytest.mark.parametrize("sharpness", [ascent_sharpness, adaptive_sharpness, average_sharpness])
+@pytest.mark.parametrize("rho", [-0.1, math.inf, math.nan])
+def test_a_radius_is_a_number_from_0_on(quadratic, sharpness, rho):
+    with pytest.raises(RecipeError, match=f"rho = {rho}: the radius must be a number from 0 on"):
+        sharpness(quadratic[0], rho)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

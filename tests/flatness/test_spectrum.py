@@ -236,6 +236,13 @@ def test_planted_outliers_are_counted_and_none_is_found_in_a_bare_bulk(planted, 
     assert found.edge == pytest.approx(float(values[len(planted) :].max()), rel=0.02)
 
 
+def test_outliers_are_above_the_lowest_wide_gap_of_the_upper_half_of_the_nodes_above_the_median():
+    nodes = torch.tensor([-100.0, 0.8, 0.9, 1.0, 9.0, 10.0], dtype=torch.float64)  # the gap of 100 is below the median
+    weights = torch.tensor([0.45, *[0.11] * 5], dtype=torch.float64)
+    found = outliers(Density((nodes,), (weights,), 6, 6))
+    assert (found.values, found.edge) == ([10.0, 9.0], 1.0)
+
+
 def test_a_spectrum_that_falls_off_smoothly_has_no_outliers():
     found = outliers(density(with_eigenvalues([i**-0.5 for i in range(1, 201)]), steps=60, probes=1))
     assert (found.values, found.count) == ([], 0)

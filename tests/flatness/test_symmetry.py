@@ -54,7 +54,23 @@ def test_every_hidden_layer_can_be_rescaled_and_two_is_exact(name, shape):
     for each in hidden_layers(module):
         assert each.homogeneous
         torch.testing.assert_close(rescaled(module, 10.0, each.name)(x), module(x), rtol=1e-12, atol=1e-12)
-        assert torch.equal(rescaled(module, 2.0, each.name)(x), module(x))
+        for factor in (2.0, 0.5):
+            assert torch.equal(rescaled(module, factor, each.name)(x), module(x))
+
+
+class Residual(nn.Sequential):
+    """A chain with another forward pass than that of its parts one by one."""
+
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def test_layers_of_nested_chains_have_their_full_names_and_say_what_follows_them():
+    inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    module = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), inner, nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1))
+    found = [(each.name, each.reader, each.homogeneous) for each in hidden_layers(module)]
+    assert found == [("0", "2.0", True), ("2.0", "3", False), ("3", "5", True)]
+    assert hidden_layers(nn.Sequential(nn.ReLU())) == []
 
 
 def scalar(first, second):
@@ -119,6 +135,7 @@ def test_the_hessian_of_a_rescaled_network_is_the_one_scaled_from_both_sides():
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(4, 2)), "1 is a GroupNorm"),
         (nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 2)), "0 is a Conv2d"),
         (nn.Bilinear(2, 2, 2), "it is a Bilinear"),
+        (nn.Sequential(nn.Linear(3, 3), Residual(nn.Linear(3, 3))), "1 is a Residual"),
         (nn.Sequential(*[nn.Linear(3, 3)] * 2), "share a weight"),
     ],
 )

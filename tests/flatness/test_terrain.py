@@ -10,7 +10,7 @@ import pytest
 from fedflat.errors import RecipeError, RunError
 from fedflat.flatness import terrain
 from fedflat.flatness.landscape import Landscape
-from fedflat.flatness.terrain import draw_landscapes
+from fedflat.flatness.terrain import Scale, draw_landscapes, steep
 
 
 def bowl(curvature, floor=0.1, dimensions=2, span=1.0, points=9):
@@ -18,6 +18,39 @@ def bowl(curvature, floor=0.1, dimensions=2, span=1.0, points=9):
     axis = np.linspace(-span, span, points)
     square = axis**2 if dimensions == 1 else axis[:, None] ** 2 + axis**2
     return Landscape(np.tile(axis, (dimensions, 1)), floor + curvature / 2 * square, floor)
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [
+        ([-1.0, 1.0], (-1, 1)),
+        ([-3.0, -1.0, math.nan], (-3, -1)),
+        ([-2.0, 0.0, math.inf], (-2, 0)),
+        ([-3.0, -3.0], (-3.5, -2.5)),
+        ([2.0, 2.0 + 1e-12], (1.5, 2.5)),
+    ],
+)
+def test_a_scale_goes_from_the_least_to_the_largest_finite_loss_and_is_one_wide_for_a_constant(values, ends):
+    found = Scale.of({"": Landscape(np.zeros((1, len(values))), np.array(values), 0.0)})
+    assert found.ends == pytest.approx(ends)
+    assert not found.logarithmic
+
+
+def test_round_losses_on_a_logarithmic_scale_are_powers_of_ten_from_four_decades_on():
+    assert Scale(1.0, 9e3, True).ticks()[1] == ["1", "3", "10", "30", "100", "300", "1000", "3000"]
+    assert Scale(1.0, 1e5, True).ticks()[1] == ["1", "10", "100", "1000", "10000", "100000"]
+
+
+def test_surfaces_are_steep_if_the_largest_loss_is_far_above_the_middle_of_one_and_none_is_zero():
+    def made(*values):
+        return Landscape(np.zeros((1, len(values))), np.array(values), values[0])
+
+    flat = made(0.5, 3.0, 5.0)
+    assert not steep([flat, made(1.0, 100.0, 119.0, math.inf)])
+    assert steep([flat, made(1.0, 100.0, 121.0, math.nan)]), "40 times 3"
+    assert steep([made(1.0, 100.0, 121.0), flat]) and not steep([made(1e-9, 3.0, 5.0)])
+    for least in (0.0, -1.0):
+        assert not steep([flat, made(least, 100.0, 121.0)]), "there is no logarithm"
 
 
 @pytest.fixture

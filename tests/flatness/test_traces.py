@@ -12,7 +12,8 @@ from torch.func import functional_call, hessian
 
 from fedflat.errors import RecipeError
 from fedflat.flatness import density, hall, trace
-from fedflat.flatness.traces import _wanted
+from fedflat.flatness.intervals import Interval
+from fedflat.flatness.traces import _missing, _wanted
 
 
 class Matrix:
@@ -69,19 +70,31 @@ def matrix(request, digits):
     }[request.param]()
 
 
-def test_it_is_the_trace_within_a_krylov_space_and_hutchinsons_mean_outside_of_it():
-    matrix, chance = outliers_and_bulk(), torch.Generator().manual_seed(5)
+def by_hand(dense, steps, seed):
+    """The trace within the Krylov space of that many steps, and a function that draws a probe outside of it."""
+    chance = torch.Generator().manual_seed(seed)
 
     def drawn_signs():
-        return torch.randint(0, 2, (80,), generator=chance).double() * 2 - 1
+        return torch.randint(0, 2, (len(dense),), generator=chance).double() * 2 - 1
 
     powers = [drawn_signs()]
-    for _ in range(7):
-        powers.append(F.normalize(matrix.dense @ powers[-1], dim=0))
+    for _ in range(steps - 1):
+        powers.append(F.normalize(dense @ powers[-1], dim=0))
     basis = torch.linalg.qr(torch.stack(powers, dim=1)).Q
-    outside = torch.eye(80, dtype=torch.float64) - basis @ basis.T
-    known, rest = float((basis.T @ matrix.dense @ basis).trace()), outside @ matrix.dense @ outside
-    expected = hall([float(z @ rest @ z) for z in (drawn_signs() for _ in range(8))])
+    outside = torch.eye(len(dense), dtype=torch.float64) - basis @ basis.T
+    rest = outside @ dense @ outside
+
+    def probe():
+        z = drawn_signs()
+        return float(z @ rest @ z)
+
+    return float((basis.T @ dense @ basis).trace()), probe
+
+
+def test_it_is_the_trace_within_a_krylov_space_and_hutchinsons_mean_outside_of_it():
+    matrix = outliers_and_bulk()
+    known, probe = by_hand(matrix.dense, 8, seed=5)
+    expected = hall([probe() for _ in range(8)])
     found = trace(matrix, 16, seed=5)
     assert found.products == 16
     assert (found.mean, found.error, found.low, found.high) == pytest.approx(
@@ -124,6 +137,31 @@ def test_the_second_stage_has_as_many_probes_as_students_interval_of_that_width_
     reach = stats.t.ppf(0.975, 4) * np.std(samples, ddof=1)
     assert _wanted(samples, 0.1) == math.ceil((reach / 0.1) ** 2)
     assert _wanted(samples, 100.0) == 8 and _wanted([1.0] * 5, 0.0) == 8
+
+
+def test_the_second_stage_draws_new_probes_until_their_interval_is_narrow_enough():
+    matrix, seed, wish = outliers_and_bulk(), 3, 0.02
+    known, probe = by_hand(matrix.dense, 8, seed)
+    first = [probe() for _ in range(8)]
+    wanted = _wanted(first, wish * abs(known + float(np.mean(first))))
+    samples, added = [probe() for _ in range(wanted)], 0
+    while (wide := (hall(samples).high - hall(samples).low) / 2 / (wish * abs(known + hall(samples).mean))) > 1:
+        samples += [probe() for _ in range(math.ceil(len(samples) * (wide**2 - 1)))]
+        added += 1
+    expected, found = hall(samples), trace(matrix, 16, seed, wish)
+    assert found.products == 16 + len(samples) and added > 0
+    assert (found.mean, found.error, found.low, found.high) == pytest.approx(
+        (known + expected.mean, expected.error, known + expected.low, known + expected.high), rel=1e-6
+    )
+    assert trace(matrix, 16, seed, wish, most=16 + wanted + 1).products == 16 + wanted + 1, "to the last product"
+
+
+def test_an_interval_three_times_too_wide_needs_nine_times_as_many_probes():
+    found = Interval(mean=5.0, error=1.0, low=2.0, high=8.0)
+    assert _missing(found, 10, 1.0) == 10 * (9 - 1)
+    assert _missing(found, 10, 2.5) == math.ceil(10 * (1.2**2 - 1))
+    assert _missing(found, 10, 3.0) == _missing(found, 10, 4.0) == 0
+    assert _missing(found, 10, 0.0) > 10**100
 
 
 def test_a_budget_that_does_not_suffice_leaves_a_wider_interval():

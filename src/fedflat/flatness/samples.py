@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
-from fedflat.errors import DataError, RecipeError, shortened
+from fedflat.errors import DataError, RecipeError, printable, shortened
 from fedflat.federation import Federation
 from fedflat.flatness.federated import Portion
 from fedflat.flatness.pairing import drawn
@@ -114,15 +114,13 @@ def _of_single_samples(data: Any) -> bool:
     """Whether the entries are samples, not batches: a label is then one number or an array without length."""
     if not len(data):
         return False
-    first = data[0]
-    entries = list(first.values() if isinstance(first, Mapping) else first) if _has_entries(first) else [first]
     if not isinstance(data, (list, tuple)):
         return True  # a Dataset
+    first = data[0]
+    entries = list(first) if isinstance(first, (tuple, list)) else [first]
+    if isinstance(first, Mapping):  # a batch may have a number beside its labels, such as that of the epoch
+        entries = [first[name] for name in LABELS if name in first] or list(first.values())
     return any(not hasattr(entry, "__len__") or (_is_array(entry) and entry.ndim == 0) for entry in entries)
-
-
-def _has_entries(raw: Any) -> bool:
-    return isinstance(raw, (Mapping, tuple, list))
 
 
 def _of_arrays(data: Any, samples: int, batch: int, seed: int) -> Iterator[Any]:
@@ -146,14 +144,24 @@ def _of_arrays(data: Any, samples: int, batch: int, seed: int) -> Iterator[Any]:
 def _of_dataset(data: Any, samples: int, batch: int, seed: int, collate: Collate) -> Iterator[Any]:
     indices = drawn(torch.arange(len(data)), samples, seed)
     for some in indices.split(batch) if len(indices) else ():
-        yield collate([data[k] for k in some.tolist()])
+        rows = [data[k] for k in some.tolist()]
+        yield _collated(rows) if collate is default_collate else collate(rows)
+
+
+def _collated(rows: list[Any]) -> Any:
+    try:
+        return default_collate(rows)
+    except (TypeError, RuntimeError, KeyError) as error:
+        told = f"torch cannot batch these samples ({printable(error, 120)})"
+        raise DataError(f"data: {told}; give batches, or a DataLoader with its own collate_fn") from None
 
 
 def _of_loader(loader: DataLoader[Any], samples: int, seed: int) -> Iterable[Any]:
     """A loader in plain or shuffled order only says how to batch its data set; any other order is kept."""
-    plain = type(loader.sampler) in (SequentialSampler, RandomSampler) and loader.batch_size is not None
-    if plain and hasattr(loader.dataset, "__len__"):
-        size = loader.batch_size or 1
+    size = loader.batch_size
+    if size is not None and type(loader.sampler) in (SequentialSampler, RandomSampler):
+        if not hasattr(loader.dataset, "__len__"):
+            raise DataError("data: the data set of the DataLoader has no length; give it a __len__")
         return _of_dataset(loader.dataset, samples, size, seed, loader.collate_fn)
     return _of_batches(loader)
 
@@ -188,7 +196,7 @@ def _halves(raw: Any, collate: Collate | None) -> tuple[Any, Tensor]:
 
 def _by_name(raw: Mapping[str, Any]) -> tuple[Any, Any]:
     found = [name for name in LABELS if name in raw]
-    if len(found) != 1 or len(raw) < 2:
+    if len(found) != 1:
         raise DataError(
             f"data: a batch has the entries {', '.join(map(str, raw))}, and one of them must be labels; {HELP}"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -66,7 +65,7 @@ def hidden_layers(module: nn.Module) -> list[Hidden]:
 
 def _chain(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The parts of a chain in their order, with their names."""
-    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+    if type(module).forward is nn.Sequential.forward:
         for inner, part in module._modules.items():
             assert part is not None
             yield from _chain(part, f"{name}.{inner}" if name else inner)
@@ -81,8 +80,7 @@ def _chain(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _refuse_shared(module: nn.Module, names: list[str]) -> None:
-    weights = Counter(id(module.get_submodule(name).weight) for name in names)
-    if max(weights.values(), default=1) > 1:
+    if len({id(module.get_submodule(name).weight) for name in names}) < len(names):
         raise RecipeError("model: two of its layers share a weight, so their units cannot be reordered or rescaled")
 
 
