@@ -11,6 +11,7 @@ from torch import nn
 from fedflat import federate, train
 from fedflat.local.kernels.rows import can_share, group_size, train_together
 from fedflat.local.rule import LocalRule
+from fedflat.local.step import train as train_alone
 from fedflat.methods.parts import ActivationNorm, Ascent, Proximal
 from fedflat.models.vector import Network
 from fedflat.rounds import client
@@ -92,6 +93,31 @@ def test_a_client_whose_last_batch_has_one_sample_still_trains(lr, bias):
     assert bool(single.delta.any()) == bool(full.delta.any()) == (lr > 0)
 
 
+@pytest.mark.parametrize("clients", [1, 3])
+def test_every_decay_of_a_plain_step_counts_and_so_does_a_group_of_one(clients):
+    network = Network(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), torch.float64)
+    inputs, labels = torch.randn(clients, 4, 2, dtype=torch.float64), torch.zeros(clients, 4, dtype=torch.long)
+    start, rule = network.weights.clone(), LocalRule(0.1, 1, decay=0.3, weight_decay=0.2)
+    shares = torch.full((clients, 4), 0.25, dtype=torch.float64)
+    together = train_together(network, start, [rule] * clients, [(inputs, labels, shares)])
+    for outcome, x, y in zip(together, inputs, labels, strict=True):
+        one = train_alone(network, start, rule, [(x, y)], F.cross_entropy)
+        torch.testing.assert_close(outcome.delta, one.delta, rtol=1e-12, atol=1e-14)
+
+
+def test_a_group_trains_in_training_mode():
+    class Asked(nn.Linear):
+        def forward(self, x):
+            assert self.training
+            return super().forward(x)
+
+    network = Network(nn.Sequential(nn.Tanh(), Asked(2, 2)), torch.float64)
+    network.module.eval()
+    batch = torch.randn(2, 3, 2, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3) / 3
+    outcomes = train_together(network, network.weights.clone(), [LocalRule(0.1, 1)] * 2, [batch])
+    assert all(bool(outcome.delta.any()) for outcome in outcomes)
+
+
 def test_in_float32_they_agree_to_1e_5(many):
     settings = dict(model="mlp", model_hidden=[32], method="fedavg", rounds=3, cohort=40, batch=10, engine="inline")
     one, together = (weights(train(many, **settings, group=group)) for group in (1, 16))
@@ -130,6 +156,9 @@ def test_what_looks_into_a_pass_goes_one_by_one():
     assert shared(network, [plain])
     assert not shared(network, [plain, LocalRule(0.2, 3)])
     assert not shared(network, [LocalRule(0.1, 3, pairs=True)] * 2)
+    halved = Network(nn.Sequential(nn.Linear(4, 2)))
+    halved.autocast = True
+    assert not shared(halved, [plain, plain])
     assert not shared(Network(nn.Sequential(nn.Dropout(), nn.Linear(4, 2))), [plain, plain])
     assert not shared(Network(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))), [plain, plain])
 
