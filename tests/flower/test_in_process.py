@@ -188,5 +188,9 @@ def test_a_server_that_is_told_to_end_does_so_at_once(deployed, loopback, small)
                 signal.raise_signal(signal.SIGINT)
             return super().answers(message)
 
-    with pytest.raises(KeyboardInterrupt):
-        deployed(small(), Told)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            deployed(small(), Told)
+    finally:
+        signal.signal(signal.SIGINT, before)
