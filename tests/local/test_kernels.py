@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fedflat.local.kernels import Kernels, choose
 from fedflat.local.kernels.head import HeadPass
 from fedflat.local.kernels.linear import ChainGradient, ChainStep, Rows
 from fedflat.local.kernels.sgd import DirectStep, FusedUpdate
+from fedflat.local.step import train
 from fedflat.methods.catalogue import CATALOGUE
 from fedflat.methods.parser import parse
 from fedflat.methods.parts import Ascent
@@ -157,6 +159,41 @@ def test_the_body_runs_once_if_the_head_alone_is_perturbed_and_nothing_draws_mas
     assert fits(nn.Tanh()) and not fits(nn.Tanh(), nn.Dropout())
     assert choose(network(True), LocalRule(0.1, 1), F.cross_entropy, torch.tensor([0])).head is None
     assert not fits(nn.Tanh(), scope="all") and not fits(nn.Tanh(), scope="body")
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_fused_update_is_that_of_torch(momentum, nesterov):
+    w, rule = torch.randn(5, dtype=torch.float64), LocalRule(0.1, 1, momentum=momentum, nesterov=nesterov)
+    parameter, ours = nn.Parameter(w.clone()), w.clone()
+    velocity = torch.zeros_like(w) if momentum else None
+    theirs = torch.optim.SGD([parameter], 0.1, momentum, weight_decay=0.2, nesterov=nesterov and momentum > 0)
+    for g in torch.randn(3, 5, dtype=torch.float64):
+        parameter.grad = g.clone()
+        theirs.step()
+        FusedUpdate(None, rule)(ours, g.clone(), velocity, 0.1, 0.2)
+    torch.testing.assert_close(ours, parameter.data, rtol=1e-12, atol=1e-14)
+
+
+def test_fused_updates_are_for_sgd_and_for_devices_that_torch_has_the_kernel_for():
+    facts = F.cross_entropy, torch.tensor([0])
+    here, elsewhere = network(False), SimpleNamespace(weights=torch.empty(0, device="meta"))
+    rule = LocalRule(0.1, 1)
+    assert FusedUpdate.fits(here, rule, *facts)
+    assert not FusedUpdate.fits(here, replace(rule, descent=object()), *facts)
+    assert not FusedUpdate.fits(elsewhere, rule, *facts)
+    assert not DirectStep.fits(elsewhere, rule, *facts)
+
+
+def test_a_direct_step_has_the_decay_of_the_parts_too():
+    model, rule = network(False), LocalRule(0.1, 1, decay=0.3, weight_decay=0.2)
+    x, y = torch.randn(6, 64, dtype=model.weights.dtype), torch.arange(6) % 10
+    start = model.weights.clone()
+    fast = train(model, start, rule, [(x, y)], F.cross_entropy).delta
+    with definition_only():
+        slow = train(model, start, rule, [(x, y)], F.cross_entropy).delta
+    torch.testing.assert_close(fast, slow)
+    assert float(fast.norm()) > 0
 
 
 def test_kernels_are_chosen_once_per_client(clients, monkeypatch):
