@@ -65,15 +65,16 @@ def test_pulls_decays_and_springs_of_several_parts_add_up():
     assert (rule.decay, rule.spring) == pytest.approx((0.5, 1.0))
 
 
-def test_an_optimiser_gets_the_decay_of_the_parts_and_that_of_the_recipe_is_decoupled():
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_optimiser_gets_the_decay_of_the_parts_and_that_of_the_recipe_is_decoupled(count):
     w, g = vectors(0, 1)
-    frozen = torch.arange(D) < 2
+    frozen = torch.arange(D) < count
 
     class Plain:
         def __call__(self, gradient, weights, memory, layout, k):
             return gradient, {"seen": gradient, **memory}
 
-    rule = LocalRule(0.1, 1, weight_decay=0.2, decay=0.3, frozen=frozen, descent=Plain())
+    rule = LocalRule(0.1, 1, weight_decay=0.2, decay=0.3, frozen=frozen if count else None, descent=Plain())
     after = w.clone()
     memory = step(after, g.clone(), None, rule)
     torch.testing.assert_close(memory["seen"], (g + 0.3 * w) * ~frozen)
