@@ -17,7 +17,7 @@ from fedflat.local.kernels import Kernels, choose
 from fedflat.local.kernels.head import HeadPass
 from fedflat.local.kernels.linear import ChainGradient, ChainStep, Rows
 from fedflat.local.kernels.sgd import DirectStep, FusedUpdate
-from fedflat.local.step import train
+from fedflat.local.step import step, train
 from fedflat.methods.catalogue import CATALOGUE
 from fedflat.methods.parser import parse
 from fedflat.methods.parts import Ascent
@@ -163,16 +163,19 @@ def test_the_body_runs_once_if_the_head_alone_is_perturbed_and_nothing_draws_mas
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_the_fused_update_is_that_of_torch(momentum, nesterov):
-    w, rule = torch.randn(5, dtype=torch.float64), LocalRule(0.1, 1, momentum=momentum, nesterov=nesterov)
-    parameter, ours = nn.Parameter(w.clone()), w.clone()
-    velocity = torch.zeros_like(w) if momentum else None
+def test_the_update_and_its_fused_kernel_are_those_of_torch(momentum, nesterov):
+    w = torch.randn(5, dtype=torch.float64)
+    rule = LocalRule(0.1, 1, momentum=momentum, nesterov=nesterov, weight_decay=0.2)
+    parameter, ours, defined = nn.Parameter(w.clone()), w.clone(), w.clone()
+    velocity, other = (torch.zeros_like(w) if momentum else None for _ in range(2))
     theirs = torch.optim.SGD([parameter], 0.1, momentum, weight_decay=0.2, nesterov=nesterov and momentum > 0)
     for g in torch.randn(3, 5, dtype=torch.float64):
         parameter.grad = g.clone()
         theirs.step()
         FusedUpdate(None, rule)(ours, g.clone(), velocity, 0.1, 0.2)
+        step(defined, g.clone(), other, rule)
     torch.testing.assert_close(ours, parameter.data, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(defined, parameter.data, rtol=1e-12, atol=1e-14)
 
 
 def test_fused_updates_are_for_sgd_and_for_devices_that_torch_has_the_kernel_for():
