@@ -30,6 +30,7 @@ EQUIVALENT = [
     ("local/kernels/rows.py", "train_together", "→ [Watcher(network, r, F.cross_entropy) for r in rules] ¦", COSTS),
     ("local/step.py", "train", "→ torch.zeros_like(start) ¦", COSTS),
     ("local/step.py", "train", "descent is None → rule.momentum ¦", COSTS),
+    ("local/step.py", "train", "descent is None → rule.descent is None ¦", COSTS),
     ("local/kernels/sgd.py", "descend", "→ rule.nesterov ¦", "without momentum it adds nothing"),
     ("local/kernels/sgd.py", "descend", "else [] → vs ¦", "without momentum there is no velocity"),
     ("local/kernels/rows.py", "RowSlope.look_at_w", "→ k % SAMPLED == 0 ¦", COSTS),
