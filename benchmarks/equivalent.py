@@ -29,6 +29,7 @@ EQUIVALENT = [
     ("local/kernels/rows.py", "train_together", "→ torch.zeros_like(weights) ¦", COSTS),
     ("local/kernels/rows.py", "train_together", "→ [Watcher(network, r, F.cross_entropy) for r in rules] ¦", COSTS),
     ("local/step.py", "train", "→ torch.zeros_like(start) ¦", COSTS),
+    ("local/step.py", "step", "if decay else g → g.add(weights, alpha=decay) ¦", "adds zero"),
     ("local/step.py", "train", "descent is None → rule.momentum ¦", COSTS),
     ("local/step.py", "train", "descent is None → rule.descent is None ¦", COSTS),
     ("local/kernels/sgd.py", "descend", "→ rule.nesterov ¦", "without momentum it adds nothing"),

@@ -97,12 +97,14 @@ def test_a_client_whose_last_batch_has_one_sample_still_trains(lr, bias):
 def test_every_decay_of_a_plain_step_counts_and_so_does_a_group_of_one(clients):
     network = Network(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), torch.float64)
     inputs, labels = torch.randn(clients, 4, 2, dtype=torch.float64), torch.zeros(clients, 4, dtype=torch.long)
-    start, rule = network.weights.clone(), LocalRule(0.1, 1, decay=0.3, weight_decay=0.2)
+    start = network.weights.clone()
+    rule = ActivationNorm(0.0).plan(LocalRule(0.1, 1, decay=0.3, weight_decay=0.2), {"weights": start}, {})
     shares = torch.full((clients, 4), 0.25, dtype=torch.float64)
     together = train_together(network, start, [rule] * clients, [(inputs, labels, shares)])
     for outcome, x, y in zip(together, inputs, labels, strict=True):
         one = train_alone(network, start, rule, [(x, y)], F.cross_entropy)
         torch.testing.assert_close(outcome.delta, one.delta, rtol=1e-12, atol=1e-14)
+        assert one.notes and outcome.notes == pytest.approx(one.notes)
 
 
 def test_a_group_trains_in_training_mode():

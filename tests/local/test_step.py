@@ -17,6 +17,7 @@ from fedflat.local.kernels.linear import Chain
 from fedflat.local.rule import LocalRule
 from fedflat.local.slope import Slope
 from fedflat.local.step import corrected, step, train
+from fedflat.local.watcher import Watcher
 from fedflat.methods.chain import Method
 from fedflat.methods.part import Part
 from fedflat.methods.parts import ActivationNorm, Ascent, Distillation, LookbackAscent, Proximal, ProximalAscent
@@ -124,6 +125,26 @@ def test_a_term_compares_with_another_model_on_the_positions_that_count(kind):
         blind = Slope(network, LocalRule(0.1, 1), lambda z, _: z.sum(), tap).at((x, labels))
         blind(terms=(lambda here: seen.append(here.forward) or here.logits.sum(),))
     assert seen[1].features is None
+
+
+def test_a_watched_term_is_reported_and_changes_no_step():
+    network, x, y = problem()
+    start, plain = network.weights.clone(), LocalRule(0.1, 2)
+    watching = ActivationNorm(0.0).plan(plain, {"weights": start}, {})
+    seen, unseen = (train(network, start, rule, [(x, y)] * 2, F.cross_entropy) for rule in (watching, plain))
+    assert torch.equal(seen.delta, unseen.delta)
+    assert not unseen.notes
+    assert [name.partition("/")[0] for name in seen.notes] == ["activation"]
+    assert all(value > 0 for value in seen.notes.values())
+
+
+def test_a_look_at_a_watched_term_leaves_the_statistics_of_batch_norm_alone():
+    network = Network(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)), torch.float64)
+    rule = ActivationNorm(0.0).plan(LocalRule(0.1, 1), {"weights": network.weights}, {})
+    before = [buffer.clone() for buffer in network.module.buffers()]
+    network.module.train()
+    Watcher(network, rule, F.cross_entropy).look((torch.randn(7, 4, dtype=torch.float64), torch.arange(7) % 3))
+    assert all(map(torch.equal, network.module.buffers(), before))
 
 
 def test_a_blank_rule_has_the_facts_and_none_of_the_ingredients():
