@@ -157,7 +157,8 @@ def test_the_body_runs_once_if_the_head_alone_is_perturbed_and_nothing_draws_mas
         return choose(model, rule, F.cross_entropy, torch.tensor([0])).head is not None
 
     assert fits(nn.Tanh()) and not fits(nn.Tanh(), nn.Dropout())
-    assert choose(network(True), LocalRule(0.1, 1), F.cross_entropy, torch.tensor([0])).head is None
+    ascent = Ascent(0.1).plan(LocalRule(0.1, 1), {}, {})
+    assert choose(network(True), ascent, F.cross_entropy, torch.tensor([0])).head is None
     assert not fits(nn.Tanh(), scope="all") and not fits(nn.Tanh(), scope="body")
 
 

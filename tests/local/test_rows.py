@@ -95,7 +95,8 @@ def test_a_client_whose_last_batch_has_one_sample_still_trains(lr, bias):
 
 @pytest.mark.parametrize("clients", [1, 3])
 def test_every_decay_of_a_plain_step_counts_and_so_does_a_group_of_one(clients):
-    network = Network(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), torch.float64)
+    layers = nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)
+    network = Network(nn.Sequential(*layers), torch.float64)
     inputs, labels = torch.randn(clients, 4, 2, dtype=torch.float64), torch.zeros(clients, 4, dtype=torch.long)
     start = network.weights.clone()
     rule = ActivationNorm(0.0).plan(LocalRule(0.1, 1, decay=0.3, weight_decay=0.2), {"weights": start}, {})
