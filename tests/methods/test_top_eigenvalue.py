@@ -189,3 +189,21 @@ def test_its_cost_is_stated_and_grows_with_the_products():
     costs = [cost(Method(TopEigenvalue(steps=steps)))["gradients"] for steps in (1, 2, 5)]
     assert costs == [14, 17, 26]
     assert cost(Method(Ascent(), TopEigenvalue()))["gradients"] == 28
+
+
+def test_the_penalty_differentiates_attention_twice():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 12), nn.Linear(4, 3)
+
+        def forward(self, x):
+            q, k, v = self.inner(x).unsqueeze(1).chunk(3, -1)
+            return self.outer(F.scaled_dot_product_attention(q, k, v).squeeze(1).mean(1))
+
+    torch.manual_seed(0)
+    network = Network(Attention())
+    start = network.weights.clone()
+    rule = TopEigenvalue(0.5).plan(LocalRule(0.1, 1), {"weights": start}, {})
+    batch = torch.randn(6, 5, 4), torch.arange(6) % 3
+    assert local_train(network, start, rule, [batch], F.cross_entropy).delta.isfinite().all()
