@@ -138,6 +138,21 @@ def test_a_watched_term_is_reported_and_changes_no_step():
     assert all(value > 0 for value in seen.notes.values())
 
 
+def test_a_watched_term_may_take_gradients_without_a_trace_in_terms_that_have_state():
+    class Counting:
+        passes = 0
+
+        def __call__(self, here):
+            self.passes += 1
+            return 0 * here.logits.sum()
+
+    network, x, y = problem()
+    term = Counting()
+    rule = LocalRule(0.1, 1).with_term(term).watching(lambda here: here.slope().sum())
+    Watcher(network, rule, F.cross_entropy).look((x, y))
+    assert term.passes == 0
+
+
 def test_a_look_at_a_watched_term_leaves_the_statistics_of_batch_norm_alone():
     network = Network(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)), torch.float64)
     rule = ActivationNorm(0.0).plan(LocalRule(0.1, 1), {"weights": network.weights}, {})
