@@ -12,8 +12,8 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from timing import shares
 from torch import nn
-from torch.profiler import profile
 
 from fedflat import models
 from fedflat.engine import keep_freed_memory
@@ -52,16 +52,6 @@ def gradient(network: nn.Module, every: bool) -> Callable[[], None]:
         torch.autograd.grad(loss, trained)
 
     return step
-
-
-def shares(step: Callable[[], None], most: int = 8) -> str:
-    """The operators with the largest shares of the CPU time of ten steps."""
-    with profile() as seen:
-        for _ in range(10):
-            step()
-    events = sorted(seen.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    total = sum(event.self_cpu_time_total for event in events)
-    return ", ".join(f"{event.key} {event.self_cpu_time_total / total:.0%}" for event in events[:most])
 
 
 def products() -> dict[str, tuple[float, Callable[[], object]]]:

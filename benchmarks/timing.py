@@ -1,4 +1,4 @@
-"""Ratios of times, measured in turns in one run, because machines are noisy: A, B, C, A, B, C, …"""
+"""Ratios of times, measured in turns because machines are noisy (A, B, C, A, B, C, …), and where time goes."""
 
 import statistics
 import time
@@ -24,3 +24,16 @@ def ratio(numerator: list[float], denominator: list[float]) -> tuple[float, floa
     ratios = sorted(a / b for a, b in zip(numerator, denominator, strict=True))
     low, middle, high = statistics.quantiles(ratios, n=4)
     return middle, low, high
+
+
+def shares(job: Callable[[], object], calls: int = 10, most: int = 8) -> str:
+    """The operators of torch with the largest shares of the CPU time of some calls."""
+    from torch.profiler import profile
+
+    job()
+    with profile() as seen:
+        for _ in range(calls):
+            job()
+    events = sorted(seen.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    total = sum(event.self_cpu_time_total for event in events)
+    return ", ".join(f"{event.key} {event.self_cpu_time_total / total:.0%}" for event in events[:most])

@@ -21,10 +21,13 @@ from fedflat.models.blocks import Convolution
         (3, 1, 0, (3, 3)),  # one position, all taps
         (1, 2, 0, (2, 2)),  # one position, pixels that no tap meets
         (5, 4, 2, (2, 4)),
-        (3, 1, 1, (2, 2)),  # more weights than inputs
+        (3, 1, 1, (2, 2)),  # four positions
         (3, 1, 1, (1, 2)),
+        (3, 2, 1, (4, 3)),
+        (1, 2, 0, (3, 4)),  # four positions, pixels that no tap meets
+        (3, 1, 1, (2, 3)),  # six positions, more weights than inputs
         (3, 1, 1, (9, 9)),  # the usual form
-        (3, 2, 1, (3, 3)),  # two positions
+        (3, 2, 1, (3, 3)),
     ],
 )
 def test_convolution_is_torchs_with_its_first_and_second_derivatives(size, stride, padding, image, bias, layout):

@@ -71,11 +71,12 @@ class Convolution(nn.Conv2d):
     """A convolution that is faster for maps as small as its kernel. It differs only in the order of summation.
 
     With one output position it is a linear layer on the kernel's window of the padded map. If the map is a single
-    pixel, the layer uses only the kernel's entry at that pixel (the gradient of the others is zero). With more weights
-    than a usual batch has inputs, it converts maps to the memory format of the weights: for channels_last, oneDNN
-    reorders the weights in every pass.
+    pixel, the layer uses only the kernel's entry at that pixel (the gradient of the others is zero). With up to four
+    positions it is a linear layer on the window of each position. With more weights than a usual batch has inputs, it
+    converts maps to the memory format of the weights: for channels_last, oneDNN reorders the weights in every pass.
     """
 
+    FEW_POSITIONS = 4
     USUAL_BATCH = 50  # a choice that depends on the batch would fix the batch size of an exported network
 
     def __init__(
@@ -87,11 +88,19 @@ class Convolution(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[-2:]
-        if max(height, width) + 2 * self._padding - self._size < self._stride:
+        rows, columns = self._positions(height), self._positions(width)
+        if rows == columns == 1:
             return self._at_one_position(x, height, width)
-        if x.device.type == "cpu" and self._weights_per_channel > self.USUAL_BATCH * height * width:
-            x = x.contiguous()
+        if x.device.type == "cpu":
+            if 1 < rows * columns <= self.FEW_POSITIONS:
+                return self._at_few_positions(x, rows, columns)
+            if self._weights_per_channel > self.USUAL_BATCH * height * width:
+                x = x.contiguous()
         return super().forward(x)
+
+    def _positions(self, side: int) -> int:
+        """Return the number of positions of the kernel along a side of the map."""
+        return (side + 2 * self._padding - self._size) // self._stride + 1
 
     def _at_one_position(self, x: Tensor, height: int, width: int) -> Tensor:
         before, weight = self._padding, self.weight
@@ -102,6 +111,10 @@ class Convolution(nn.Conv2d):
             after = self._size - before
             x = F.pad(x.contiguous(), (before, after - width, before, after - height))
         return F.linear(x.flatten(1), weight.flatten(1), self.bias)[:, :, None, None]
+
+    def _at_few_positions(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        windows = F.unfold(x, self._size, stride=self._stride, padding=self._padding).transpose(1, 2)
+        return F.linear(windows, self.weight.flatten(1), self.bias).transpose(1, 2).unflatten(2, (rows, columns))
 
 
 class Colour(nn.Module):
