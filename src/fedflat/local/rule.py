@@ -62,6 +62,7 @@ class LocalRule:
     The first group of fields describes the round. Parts may read them: `share` is nᵢ m/N, `first_lr` is η of round 0,
     `typical_steps` is the K of a client of mean size, and `epochs` is the number of passes over the samples (1 if the
     recipe counts steps). Random draws depend on seed, round and client; `stream` separates two parts of one class.
+    `graph` asks for CUDA graphs of the steps.
 
     Parts set the second group, through the methods below where several parts may contribute. `spring` is a decay inside
     the clip. `carry` is the state that an ascent passes from step to step (FedSMOO's μ); `report` finds it in the
@@ -88,6 +89,7 @@ class LocalRule:
     round: int = 0
     client: int = 0
     stream: str = ""
+    graph: bool = False
 
     scale: float = 1.0
     pull: Tensor | None = None

@@ -119,6 +119,10 @@ class Slope:
         self._statistics: Tensor | None = None
         return self
 
+    def beside(self, batch: Batch) -> Slope:
+        """Return the slope of another batch, which records nothing here."""
+        return Slope(self.network, self.rule, self.loss, self.tap).at(batch)
+
     def on_other_batch(self, offset: Tensor) -> Tensor:
         """Return the gradient at w + ε on the step's second batch."""
         self.batch, self._seen = self._other, {}

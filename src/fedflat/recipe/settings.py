@@ -151,3 +151,4 @@ class Engine(Named):
     group: int = Field(
         0, ge=0, le=1024, description="clients that share a step; 0 = by the model's size, 1 = one by one"
     )
+    graph: bool = Field(False, description="take the plain local steps of one client by CUDA graphs; cuda only")

@@ -62,6 +62,7 @@ def local_rule(problem: Problem, broadcast: Broadcast, client: int, samples: int
         seed=problem.seed,
         round=broadcast.round,
         client=client,
+        graph=problem.recipe.engine.graph,
     )
 
 

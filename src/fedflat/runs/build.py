@@ -136,7 +136,8 @@ def assemble(
     method = method + ProductAverage() if recipe.model.lora and recipe.model.lora.average == "product" else method
     network = Network(module, dtype, device, autocast=recipe.precision == "bf16")
     first_pass(network, task, federation)
-    group = recipe.engine.group or group_size(network, cohort_size(recipe.server, federation.clients))
+    alone = 1 if recipe.engine.graph else 0  # a graph is of one client's step
+    group = recipe.engine.group or alone or group_size(network, cohort_size(recipe.server, federation.clients))
     recipe = judged_by(task, recipe)
     return Problem(federation, network, _evaluating(method, recipe), in_full(recipe, federation, group), task)
 
@@ -197,6 +198,8 @@ def _device(recipe: Recipe) -> str:
     device = recipe.engine.device
     if device != "cpu" and not (torch.cuda.is_available() if device == "cuda" else torch.backends.mps.is_available()):
         raise RecipeError(f'engine.device = "{device}": this machine has none that torch can use; set it to "cpu"')
+    if recipe.engine.graph and device != "cuda":
+        raise RecipeError(f'engine.graph = true works on cuda only; leave it out with engine.device = "{device}"')
     return device
 
 

@@ -61,6 +61,7 @@ class Settings(TypedDict, total=False):
     address: str | None
     device: Literal["cpu", "cuda", "mps"]
     group: int
+    graph: bool
     quorum: int
     patience: int
     failures: Literal["drop", "stop"]

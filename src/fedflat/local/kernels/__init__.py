@@ -4,7 +4,7 @@ A kernel's `fits` tells for which clients it computes the same result as the def
 the kernels once per client, when the first batch shows the type of the labels. A kernel can replace one of four
 computations:
 
-    step       the whole step                          linear.ChainStep, sgd.DirectStep
+    step       the whole step                          graph.GraphedStep, linear.ChainStep, sgd.DirectStep
     gradient   ∇loss at the current weights            linear.ChainGradient
     head       a pass that perturbs only the head      head.HeadPass
     update     v ← β v + g and w ← w − η v             sgd.FusedUpdate
@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from fedflat.local.kernels.graph import GraphedStep
 from fedflat.local.kernels.head import HeadPass
 from fedflat.local.kernels.linear import ChainGradient, ChainStep
 from fedflat.local.kernels.sgd import DirectStep, FusedUpdate
@@ -49,7 +50,7 @@ class Kernel(Protocol):
 class Kernels:
     """The kernels of one client's round; None means that the definition is used."""
 
-    step: ChainStep | DirectStep | None = None
+    step: GraphedStep | ChainStep | DirectStep | None = None
     gradient: ChainGradient | None = None
     head: HeadPass | None = None
     update: FusedUpdate | None = None
@@ -66,7 +67,7 @@ def choose(network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> Ker
     def fitting(kernel: type[K]) -> K | None:
         return kernel(network, rule) if kernel.fits(network, rule, loss, labels) else None
 
-    if step := fitting(ChainStep) or fitting(DirectStep):
+    if step := fitting(GraphedStep) or fitting(ChainStep) or fitting(DirectStep):
         return Kernels(step=step)  # a whole step needs no other kernel
     return Kernels(gradient=fitting(ChainGradient), head=fitting(HeadPass), update=fitting(FusedUpdate))
 

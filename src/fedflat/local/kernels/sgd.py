@@ -64,8 +64,12 @@ class DirectStep:
         return rule.direct and FusedUpdate.fits(*facts) and not ChainGradient.fits(*facts)
 
     def __call__(self, slope: Slope, velocity: Tensor | None, k: int) -> None:
+        self.descend_from(slope.objective(), velocity, self._rule.lr_at(k))
+
+    def descend_from(self, objective: Tensor, velocity: Tensor | None, lr: float) -> None:
+        """Take a step of rate η = `lr` from the gradient of this scalar."""
         network = self._network
-        gradients = network.partials(slope.objective())
+        gradients = network.partials(objective)
         velocities = [] if velocity is None else [*network.layout.views(velocity).values()]
         parameters: list[Tensor] = [*network.trained]
-        descend(parameters, gradients, velocities, self._rule.lr_at(k), self._rule, self._decay)
+        descend(parameters, gradients, velocities, lr, self._rule, self._decay)
