@@ -114,7 +114,9 @@ class Convolution(nn.Conv2d):
 
     def _at_few_positions(self, x: Tensor, rows: int, columns: int) -> Tensor:
         windows = F.unfold(x, self._size, stride=self._stride, padding=self._padding).transpose(1, 2)
-        return F.linear(windows, self.weight.flatten(1), self.bias).transpose(1, 2).unflatten(2, (rows, columns))
+        y = F.linear(windows, self.weight.flatten(1), self.bias)
+        maps: Tensor = y.transpose(1, 2).unflatten(2, (rows, columns))
+        return maps
 
 
 class Colour(nn.Module):
