@@ -17,12 +17,9 @@ demo: $(READY)
 	$(BIN)/fedflat animate "$$out"/*-seed-0/ --samples 200 && \
 	$(BIN)/fedflat report "$$out" --out "$$out/report.html"
 
-# The types are checked beside the tests; what is wrong with them is printed after the tests' summary. Processes that the
-# tests start share their bytecode, even if the environment asks Python to write none.
-test: lint
-	@found=$$(mktemp) && { nice $(BIN)/mypy > "$$found" 2>&1 & types=$$!; \
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder; \
-	status=$$?; wait $$types || { cat "$$found"; echo "make types: failed"; status=1; }; rm -f "$$found"; exit $$status; }
+# Processes that the tests start share their bytecode, even if the environment asks Python to write none.
+test: lint types
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks docsite

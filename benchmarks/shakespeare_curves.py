@@ -1,6 +1,6 @@
 """The Shakespeare sweep as JSON lines and a figure: accuracy of the next character by rounds.
 
-    fedflat sweep shakespeare --scale short --out sweeps/shakespeare
+    fedflat sweep shakespeare --scale hours --out sweeps/shakespeare
     python benchmarks/shakespeare_curves.py sweeps/shakespeare docs/figures/shakespeare.jsonl curves.png
 
 A line has the network, the method, and for each evaluated round the accuracy and the loss on the test windows of all
@@ -48,11 +48,12 @@ def main() -> None:
     curves = [curve(run) for run in sorted(sweep.iterdir()) if (run / "metrics.jsonl").is_file()]
     lines.write_text("".join(json.dumps(each) + "\n" for each in curves), "utf-8")
     draw(curves, picture)
-    rounds = [point["round"] for point in curves[0]["points"]]
+    rounds = sorted({point["round"] for each in curves for point in each["points"]})
     print(f"| network | method | {' | '.join(f'round {r}' for r in rounds)} | loss |")
     print("|---" * (3 + len(rounds)) + "|")
     for each in curves:
-        shown = " | ".join(f"{100 * point['accuracy']:.1f}" for point in each["points"])
+        found = {point["round"]: f"{100 * point['accuracy']:.1f}" for point in each["points"]}
+        shown = " | ".join(found.get(r, "") for r in rounds)
         print(f"| {NETWORKS[each['network']]} | {each['method']} | {shown} | {each['points'][-1]['loss']:.3f} |")
 
 

@@ -35,7 +35,7 @@ small: each section says at which scale its claim was tested, so a verdict is ab
 paper's. Hours are the time that the runs took to train on one thread of a machine that was also used for other work.
 
 This page is generated from [docs/results](results) by `make results`. `fedflat claims NAME` trains what is missing.
-Older runs, from before claims were files, are in [studies.md](studies.md).
+Older runs, from before claims were files, and the curves of methods on text are in [studies.md](studies.md).
 """
 
 
