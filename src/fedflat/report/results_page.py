@@ -27,6 +27,14 @@ from fedflat.runs import (
 )
 
 FIGURES = "figures/claims"
+TEXT = """## Curves on text
+
+FedAvg, FedSAM, FedAvg + MAN and FedSMOO on Shakespeare by speaking role. The papers make no claim about it;
+[studies.md](studies.md#shakespeare-by-speaking-role) has the settings, the numbers, and what others publish.
+
+![Next characters predicted, by rounds](figures/shakespeare.png)
+
+"""
 HEAD = """# The papers' claims, and what we found
 
 Every claim is a file in [claims](../claims) that says what is compared and what would refute it;
@@ -35,7 +43,7 @@ small: each section says at which scale its claim was tested, so a verdict is ab
 paper's. Hours are the time that the runs took to train on one thread of a machine that was also used for other work.
 
 This page is generated from [docs/results](results) by `make results`. `fedflat claims NAME` trains what is missing.
-Older runs, from before claims were files, and the curves of methods on text are in [studies.md](studies.md).
+Older runs, from before claims were files, are in [studies.md](studies.md).
 """
 
 
@@ -69,7 +77,7 @@ def page(found: Sequence[State]) -> str:
         lines.append(f"| {' | '.join(map(_cell, row))} |")
     for state in found:
         lines += ["", *_section(state)]
-    lines += ["", *_searches(), "## The studies", ""]
+    lines += ["", *_searches(), *TEXT.splitlines(), "## The studies", ""]
     lines += [
         "Test accuracy over the rounds: the mean of the seeds, and in figures of at most four curves their range.",
         "",
