@@ -57,7 +57,8 @@ class Recordings:
     def __init__(self, network: Network, rule: LocalRule, constants: tuple[object, ...]) -> None:
         self.constants = constants
         self.velocity = torch.zeros_like(network.weights) if rule.momentum else None
-        self._network, self._direct, self._lr = network, DirectStep(network, rule), rule.lr
+        self.direct = DirectStep(network, rule)
+        self._network, self._lr = network, rule.lr
         self._by_shape: dict[tuple[torch.Size, torch.dtype], Recording] = {}
 
     def of(self, slope: Slope) -> Recording | None:
@@ -78,7 +79,7 @@ class Recordings:
         def step() -> None:
             objective = own.at((inputs, labels)).objective(at_w=False)
             loss.copy_(objective.detach())
-            self._direct.descend_from(objective, velocity, self._lr)
+            self.direct.descend_from(objective, velocity, self._lr)
 
         touched = [network.weights, *network.module.buffers(), *([] if velocity is None else [velocity])]
         before = [tensor.clone() for tensor in touched]
@@ -103,7 +104,7 @@ class GraphedStep:
         known = self._known.get(network)
         if known is None or known.constants != constants:
             known = self._known[network] = Recordings(network, rule, constants)
-        self._recordings, self._direct = known, DirectStep(network, rule)
+        self._recordings = known
 
     @classmethod
     def fits(cls, network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> bool:
@@ -118,7 +119,7 @@ class GraphedStep:
             own.zero_()
         recording = self._recordings.of(slope)
         if recording is None:
-            self._direct(slope, own, k)
+            self._recordings.direct(slope, own, k)
             return
         inputs, labels = slope.batch
         recording.inputs.copy_(inputs)
