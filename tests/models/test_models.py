@@ -293,6 +293,17 @@ def test_shifted_patches_see_the_image_and_its_four_neighbours() -> None:
     assert not border.any()
 
 
+def test_the_widths_of_the_fedavg_cnn_are_its_channels_and_hidden_units() -> None:
+    shapes = {
+        name: tuple(weights.shape)
+        for name, weights in build("fedavg-cnn", (3, 8, 8), 10, widths=[2, 3, 5]).named_parameters()
+    }
+    assert shapes == {
+        "conv1.weight": (2, 3, 5, 5), "conv1.bias": (2,), "conv2.weight": (3, 2, 5, 5), "conv2.bias": (3,),
+        "fc1.weight": (5, 3 * 2 * 2), "fc1.bias": (5,), "head.weight": (10, 5), "head.bias": (10,),
+    }  # fmt: skip
+
+
 def test_mlp_takes_samples_of_any_shape_and_without_hidden_layers_is_logistic_regression() -> None:
     model = build("mlp", (6,), 4, hidden=[8])
     assert [tuple(p.shape) for p in model.parameters()] == [(8, 6), (8,), (4, 8), (4,)]
@@ -393,6 +404,10 @@ def test_a_users_own_module_is_initialised_by_the_given_generator() -> None:
         ("my_networks:Plain", {"widht": 3}, "no option 'widht'; did you mean width"),
         ("mlp", {"hiden": (3,)}, "mlp has no option 'hiden'; did you mean hidden"),
         ("lenet64", {"hidden": (3,)}, "lenet64 has no option 'hidden'; it has none"),
+        ("fedavg-cnn", {"widths": [8, 16]}, "widths .* three positive whole numbers, not .8, 16"),
+        ("fedavg-cnn", {"widths": [8, 0, 32]}, "widths .* three positive whole numbers"),
+        ("fedavg-cnn", {"widths": 8}, "widths .* three positive whole numbers, not 8"),
+        ("mlp", {"hidden": [True]}, "hidden .* positive whole numbers"),
         ("mlp", {"hidden": 200}, "hidden .* positive whole numbers, not 200"),
         ("mlp", {"hidden": (200, 0)}, "hidden .* positive whole numbers"),
         ("mlp", {"hidden": "200"}, "hidden .* positive whole numbers"),

@@ -42,6 +42,11 @@ def _kaiming(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
+def _positive(widths: Sequence[int]) -> bool:
+    """Whether an option is a list of positive whole numbers."""
+    return isinstance(widths, Sequence) and all(type(width) is int and width > 0 for width in widths)
+
+
 def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (200, 200), bias: bool = True) -> nn.Module:
     """Fully connected layers with ReLU between them, for samples of any shape.
 
@@ -54,7 +59,7 @@ def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (200, 200), bias: bo
     Raises:
         RecipeError: an option is invalid.
     """
-    if not isinstance(hidden, Sequence) or not all(isinstance(width, int) and width > 0 for width in hidden):
+    if not _positive(hidden):
         raise RecipeError(f"Option hidden of model mlp must be a list of positive whole numbers, not {hidden!r}.")
     if not isinstance(bias, bool):
         raise RecipeError(f"Option bias of model mlp must be true or false, not {bias!r}.")
@@ -66,19 +71,31 @@ def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (200, 200), bias: bo
     return chain(**layers, head=nn.Linear(inputs, classes, bias))
 
 
-def fedavg_cnn(shape: Shape, classes: int) -> nn.Module:
-    """The CNN of McMahan et al. (2017) in FedSoL's size: 2,156,490 parameters for 32×32 pixels and 10 classes."""
+def fedavg_cnn(shape: Shape, classes: int, widths: Sequence[int] = (32, 64, 512)) -> nn.Module:
+    """The CNN of McMahan et al. (2017) in FedSoL's size: 2,156,490 parameters for 32×32 pixels and 10 classes.
+
+    Args:
+        shape: shape of an image.
+        classes: number of outputs.
+        widths: channels of the two convolutions and units of the hidden layer.
+
+    Raises:
+        RecipeError: an option is invalid, or the shape is not that of an image.
+    """
     channels, height, width = _image("fedavg-cnn", shape, smallest=4)
+    if not _positive(widths) or len(widths) != 3:
+        raise RecipeError(f"Option widths of model fedavg-cnn must be three positive whole numbers, not {widths!r}.")
+    first, second, hidden = widths
     return chain(
         colour=Colour(),
-        conv1=nn.Conv2d(channels, 32, 5, padding=2),
+        conv1=nn.Conv2d(channels, first, 5, padding=2),
         pool1=RectifiedPool(2),
-        conv2=nn.Conv2d(32, 64, 5, padding=2),
+        conv2=nn.Conv2d(first, second, 5, padding=2),
         pool2=RectifiedPool(2),
         flatten=nn.Flatten(),
-        fc1=nn.Linear(64 * (height // 4) * (width // 4), 512),
+        fc1=nn.Linear(second * (height // 4) * (width // 4), hidden),
         relu=nn.ReLU(),
-        head=nn.Linear(512, classes),
+        head=nn.Linear(hidden, classes),
     )
 
 
