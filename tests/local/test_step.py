@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fedflat.errors import RecipeError
@@ -509,3 +510,28 @@ def test_sparse_gradients_and_recomputed_activations_train_like_others(module, c
 
     assert torch.equal(after(True), after(False))
     assert after(True).abs().max() > 0
+
+
+class Casts(TorchDispatchMode):
+    """Counts the tensors of one shape that are cast, by their new type."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.found = shape, Counter()
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        result = operator(*arguments, **(options or {}))
+        if operator is torch.ops.aten._to_copy.default and result.shape == self.shape:
+            self.found[result.dtype] += arguments[0].dtype != result.dtype
+        return result
+
+
+@pytest.mark.parametrize(("part", "passes"), [(Part(), 1), (Ascent(0.05), 2)])
+def test_in_bf16_a_weight_is_cast_once_for_each_point_and_its_gradient_once_for_each_pass(part, passes):
+    module = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    network = Network(module, autocast=True)
+    x, y = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0])
+    rule = part.plan(LocalRule(0.1, 3, momentum=0.9), {}, {})
+    with Casts(module[0].weight.shape) as casts:
+        train(network, network.weights.clone(), rule, [(x, y)] * 3, F.cross_entropy)
+    assert casts.found == {torch.bfloat16: 3 * passes, torch.float32: 3 * passes}
