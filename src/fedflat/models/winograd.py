@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Matrix = list[list[float]]
-
 # G, A and H along an axis of two pixels, and for two pixels with a neighbour on both sides.
-TWO: tuple[Matrix, Matrix, Matrix] = (
+TWO = (
     [[1, 1], [0, 1], [1, 0]],
     [[0, 1, 0], [0, -1, 1], [1, -1, 0]],
     [[1, 1, 0], [1, 0, 1]],
 )
-TILE: tuple[Matrix, Matrix, Matrix] = (
+TILE = (
     [[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]],
     [[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]],
     [[1, 1, 1, 0], [0, 1, -1, -1]],
