@@ -5,8 +5,8 @@
 Both train 250 random images of CIFAR-10's shape in batches of 50, with momentum, from the same weights; the MLP trains
 60 of MNIST's shape in batches of 10, as on J3. The usual loop is that of contenders/naive.py: a DataLoader, autograd,
 torch.optim.SGD. This is the part of a round that does not depend on processes; CPU time bears a busy machine.
-`engine.py` compares whole rounds. Prints a Markdown table; with `--profile` also the operators that take most of our
-time.
+`engine.py` compares whole rounds. Prints a Markdown table; with `--profile` also one of the operators that take most of
+our time.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from timing import interleaved, ratio, shares
+from timing import interleaved, operators, ratio
 from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent / "contenders"))
@@ -84,8 +84,10 @@ def main() -> None:
         usual, ours = (1000 * median(seconds[side]) / (count // batch) for side in ("usual", "ours"))
         print(f"| {NETWORKS[name]} | {usual:.3g} | {ours:.3g} | {middle:.2f} | {low:.2f}–{high:.2f} |", flush=True)
         if options.profile:
-            profiles.append(f"* {NETWORKS[name]}: {shares(sides['ours'], most=10)}")
-    print("\n".join(["", *profiles]))
+            found = operators(sides["ours"], most=10)
+            profiles += [f"| {NETWORKS[name]} | {operator} | {share:.1%} |" for operator, share in found]
+    if profiles:
+        print("\n".join(["\n| network | operator | share of our time |", "|---|---|---|", *profiles]))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def ratio(numerator: list[float], denominator: list[float]) -> tuple[float, floa
     return middle, low, high
 
 
-def shares(job: Callable[[], object], calls: int = 10, most: int = 8) -> str:
-    """The operators of torch with the largest shares of the CPU time of some calls."""
+def operators(job: Callable[[], object], calls: int = 10, most: int = 8) -> list[tuple[str, float]]:
+    """The operators of torch with the largest shares of the CPU time of some calls, with these shares."""
     from torch.profiler import profile
 
     job()
@@ -36,4 +36,9 @@ def shares(job: Callable[[], object], calls: int = 10, most: int = 8) -> str:
             job()
     events = sorted(seen.key_averages(), key=lambda event: -event.self_cpu_time_total)
     total = sum(event.self_cpu_time_total for event in events)
-    return ", ".join(f"{event.key} {event.self_cpu_time_total / total:.0%}" for event in events[:most])
+    return [(event.key, event.self_cpu_time_total / total) for event in events[:most]]
+
+
+def shares(job: Callable[[], object]) -> str:
+    """These operators as text."""
+    return ", ".join(f"{name} {share:.0%}" for name, share in operators(job))

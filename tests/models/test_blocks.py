@@ -1,11 +1,14 @@
 """A building block that computes something in a cheaper form against the plain form of PyTorch."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
+from fedflat.models import winograd
 from fedflat.models.blocks import Convolution
 
 
@@ -40,10 +43,10 @@ def test_convolution_is_torchs_with_its_first_and_second_derivatives(size, strid
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
 
 
-def _derivatives(conv: nn.Conv2d, x: Tensor) -> list[Tensor]:
+def _derivatives(conv: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module | None = None) -> list[Tensor]:
     """The output, the gradients of Σ y³ for inputs and parameters, and the gradients of their squared norm."""
     x = x.clone().requires_grad_()
-    variables = [x, *conv.parameters()]
+    variables = [x, *(module or conv).parameters()]
     y = conv(x)
     first = torch.autograd.grad(y.pow(3).sum(), variables, create_graph=True)
     second = torch.autograd.grad(sum(g.square().sum() for g in first), variables)
@@ -57,3 +60,57 @@ def test_convolution_runs_for_several_clients_at_once(image):
     one = lambda w, batch: torch.func.functional_call(conv, {"weight": w, "bias": conv.bias}, (batch,))  # noqa: E731
     for y, w, batch in zip(vmap(one)(weights, x), weights, x, strict=True):
         torch.testing.assert_close(y, F.conv2d(batch, w, conv.bias, 2, 1))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("image", [(2, 2), (2, 4), (4, 2), (4, 4), (6, 8)])
+def test_winograds_algorithm_is_a_convolution_with_its_first_and_second_derivatives(image, samples, layout):
+    torch.manual_seed(0)
+    plain = nn.Conv2d(5, 4, 3, padding=1, bias=False).double()
+    x = torch.randn(samples, 5, *image, dtype=torch.float64).to(memory_format=layout)
+    ours = lambda x: winograd.convolve(x, plain.weight)  # noqa: E731
+    for mine, theirs in zip(_derivatives(ours, x, plain), _derivatives(plain, x), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_winograds_algorithm_takes_a_batch_without_samples():
+    assert winograd.convolve(torch.zeros(0, 5, 4, 2), torch.zeros(3, 5, 3, 3)).shape == (0, 3, 4, 2)
+
+
+def test_winograds_algorithm_does_not_round_worse_than_torchs_convolution():
+    torch.manual_seed(0)
+    x, weight = torch.randn(8, 64, 4, 4), torch.randn(64, 64, 3, 3)
+    exact = F.conv2d(x.double(), weight.double(), padding=1)
+    ours, torchs = winograd.convolve(x, weight) - exact, F.conv2d(x, weight, padding=1) - exact
+    assert ours.norm() < 3 * torchs.norm()
+
+
+@pytest.mark.parametrize(
+    ("channels", "image", "gradient", "saves"),
+    [
+        (64, (4, 4), True, True),  # 64 · 64 products for each pixel, 16 pixels in each of the 64 + 64 maps
+        (64, (8, 8), True, False),
+        (128, (8, 8), True, True),
+        (128, (8, 8), False, False),
+        (64, (2, 2), False, True),
+        (64, (3, 4), True, False),  # not whole tiles
+        (64, (1, 1), True, False),
+    ],
+)
+def test_convolution_saves_products_if_the_transforms_cost_less(channels, image, gradient, saves, monkeypatch):
+    used = []
+    monkeypatch.setattr("fedflat.models.blocks.convolve", lambda *given: used.append(True) or winograd.convolve(*given))
+    torch.manual_seed(0)
+    conv, x = Convolution(channels, channels, 3, padding=1), torch.randn(2, channels, *image)
+    with torch.set_grad_enabled(gradient):
+        y = conv(x)
+    assert bool(used) == saves
+    torch.testing.assert_close(y, F.conv2d(x, conv.weight, conv.bias, padding=1))
+
+
+def test_convolution_in_bfloat16_is_torchs():
+    torch.manual_seed(0)
+    conv, x = Convolution(32, 32, 3, padding=1), torch.randn(2, 32, 2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(conv(x), F.conv2d(x, conv.weight, conv.bias, padding=1))

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedflat.models.winograd import convolve, fits
+
 
 def chain(**layers: nn.Module) -> nn.Sequential:
     """Return an `nn.Sequential` of named layers."""
@@ -68,12 +70,13 @@ class RectifiedPool(nn.Module):
 
 
 class Convolution(nn.Conv2d):
-    """A convolution that is faster for maps as small as its kernel. It differs only in the order of summation.
+    """A convolution that is faster for small maps. It differs only by rounding.
 
-    With one output position it is a linear layer on the kernel's window of the padded map. If the map is a single
-    pixel, the layer uses only the kernel's entry at that pixel (the gradient of the others is zero). With up to four
-    positions it is a linear layer on the window of each position. With more weights than a usual batch has inputs, it
-    converts maps to the memory format of the weights: for channels_last, oneDNN reorders the weights in every pass.
+    With a 3×3 kernel and many channels it uses Winograd's algorithm (`winograd.py`). Otherwise, with one output
+    position it is a linear layer on the kernel's window of the padded map. If the map is a single pixel, the layer uses
+    only the kernel's entry at that pixel (the gradient of the others is zero). With up to four positions it is a linear
+    layer on the window of each position. With more weights than a usual batch has inputs, it converts maps to the
+    memory format of the weights: for channels_last, oneDNN reorders the weights in every pass.
     """
 
     FEW_POSITIONS = 4
@@ -85,9 +88,14 @@ class Convolution(nn.Conv2d):
         super().__init__(inputs, outputs, size, stride, padding, bias=bias)
         self._size, self._stride, self._padding = size, stride, padding
         self._weights_per_channel = outputs * size**2
+        self._same = (size, stride, padding) == (3, 1, 1)
+        self._channels = inputs * outputs / (inputs + outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[-2:]
+        if self._same and self._saves_products(x, height, width):
+            y = convolve(x, self.weight)
+            return y if self.bias is None else y + self.bias[:, None, None]
         rows, columns = self._positions(height), self._positions(width)
         if rows == columns == 1:
             return self._at_one_position(x, height, width)
@@ -97,6 +105,19 @@ class Convolution(nn.Conv2d):
             if self._weights_per_channel > self.USUAL_BATCH * height * width:
                 x = x.contiguous()
         return super().forward(x)
+
+    def _saves_products(self, x: Tensor, height: int, width: int) -> bool:
+        """Return whether Winograd's algorithm is faster.
+
+        For each pixel it saves a part of inputs · outputs products, and transforms inputs + outputs maps at a cost that
+        grows with the number of pixels. A pass without gradients saves less. vmap and exporters do not support the
+        custom gradient, and bfloat16 would round the transformed maps.
+        """
+        cost = height * width * (1 if torch.is_grad_enabled() else 4)
+        if x.device.type != "cpu" or cost > self._channels or not fits(height, width) or x.dtype.itemsize < 4:
+            return False
+        transformed = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+        return not transformed and not torch.is_autocast_enabled("cpu")
 
     def _positions(self, side: int) -> int:
         """Return the number of positions of the kernel along a side of the map."""
