@@ -207,6 +207,37 @@ def test_memory_begins_with_the_initial_weights_wherever_the_federation_stands(d
     assert torch.equal(*weights)
 
 
+@dataclass
+class Room:
+    """What a file system tells of itself."""
+
+    free: float
+
+
+@pytest.mark.parametrize(("rounds", "in_memory"), [(2, True), (3, False)])
+def test_a_round_stays_in_memory_and_so_do_clients_unless_those_of_all_rounds_are_too_many(
+    digits, monkeypatch, rounds, in_memory
+):
+    network = Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,)))
+    problem = Problem.of(digits, network, parse("scaffold"), Local())
+    problem = replace(problem, recipe=problem.recipe.model_copy(update={"server": Server(rounds=rounds, cohort=2)}))
+    first = first_state(problem)
+    vector = first.weights.nbytes
+    # Of each of a round's two clients: its Δ and control, the new memory, and two to spare. Of four, the memory.
+    room = Room(1.1 * (2 * 5 + 4) * vector + 1)
+    monkeypatch.setattr("fedflat.engine.store.shutil.disk_usage", lambda _: room)
+    weights = []
+    for engine in Inline(problem), pool.Pool(problem, first, slots=2, workers=2):
+        state = first
+        with closing(engine):
+            if isinstance(engine, pool.Pool):
+                assert (engine._scratch.in_memory, engine._kept.in_memory) == (True, in_memory)
+            for cohort in ([0, 1], [1, 2]):
+                state, _ = conduct(problem, state, engine, cohort)
+        weights.append(state.weights)
+    assert torch.equal(*weights)
+
+
 RESIDENT = """
 import re
 from contextlib import closing
@@ -399,7 +430,7 @@ def test_a_vector_that_is_both_uploaded_and_kept_is_stored_once(digits, monkeypa
     state = first_state(problem)
     scratch = Scratch(0)
     with closing(scratch):
-        shared = Shared(scratch, problem, state, slots=1, workers=1)
+        shared = Shared(scratch, scratch, problem, state, slots=1, workers=1)
         worker = Worker(problem)
         sent = problem.method.broadcast(view(problem, state))
         upload, kept = worker.local_round(Broadcast(0, 0.1, sent), 3, None)

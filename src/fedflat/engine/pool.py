@@ -92,8 +92,10 @@ class Pool:
     ) -> None:
         keep_freed_memory(below=FREED)  # the server returns the memory of a large model's vectors
         self._problem, self._slots, self._question, self._deadline = problem, slots, question, deadline
-        self._scratch = Scratch(problem.room(slots))
-        self._shared = Shared(self._scratch, problem, state, slots, workers)
+        # What a round writes stays in memory if it fits, even if the memory of a large federation's clients does not.
+        round, kept = problem.upload_room(slots), problem.memory_room(slots)
+        self._scratch, self._kept = Scratch(round), Scratch(round + kept)
+        self._shared = Shared(self._scratch, self._kept, problem, state, slots, workers)
         self._context: Any = get_context(start)
         self._numbers = count(1)
         self._given_up = False
@@ -285,6 +287,7 @@ class Pool:
         for process in processes:
             process.join()
         self._scratch.close()
+        self._kept.close()
         gc.unfreeze()
 
 
