@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import subprocess
 import sys
 import time
@@ -273,6 +274,32 @@ def test_a_worker_gives_a_large_models_freed_memory_back_after_each_client():
     """In a process of its own: other tests' settings of the heap would be inherited by the workers."""
     more = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True).stdout
     assert float(more) > 5  # MB: Δ of 4.5 MB in each of two workers, at the least
+
+
+def held(process, folder):
+    """The kB of files in a folder that a process holds."""
+    maps = Path(f"/proc/{process}/smaps").read_text()
+    return sum(
+        map(int, re.findall(rf"{folder}/(?:upload|kept)\.\w+.*?^Rss: *(\d+) kB", maps, re.DOTALL | re.MULTILINE))
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
+def test_no_process_holds_large_uploads_and_new_memory_after_the_round_and_not_a_bit_changes(digits):
+    network = Network(models.build("mlp", (1, 8, 8), 10, hidden=(900, 1300)))
+    problem, weights = Problem.of(digits, network, parse("fedsmoo"), Local(steps=1)), []
+    first = first_state(problem)
+    for engine in Inline(problem), pool.Pool(problem, first, slots=4, workers=2):
+        state = first
+        with closing(engine):
+            for cohort in (range(4), range(2, 6)):
+                state, _ = conduct(problem, state, engine, cohort)
+            if isinstance(engine, pool.Pool):
+                family = [os.getpid(), *(process.pid for _, process in engine._workers.values())]
+                kilobytes = sum(held(process, engine._scratch.path) for process in family)
+        weights.append(state.weights)
+    assert torch.equal(*weights)
+    assert kilobytes < network.size * 4 / 1024
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")

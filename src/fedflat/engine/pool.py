@@ -164,7 +164,7 @@ class Pool:
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:
             self.memory.keep(upload.client, self.kept(upload.client))
-        self._shared.release()
+            self._shared.release()
 
     @unless_seen
     def score(self, state: ServerState, part: str, chunk: int) -> Score:

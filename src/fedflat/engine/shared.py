@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedflat.engine.store import ADVICE, Memory, Scratch, Table, Tables
+from fedflat.engine.store import ADVICE, FREED, Memory, Scratch, Table, Tables
 from fedflat.engine.wire_format import numbers
 from fedflat.errors import FedflatError, RunError, TrainingError
 from fedflat.local import Vectors
@@ -96,8 +96,8 @@ class Shared:
         self.first.write(0, problem.first_memory())
         self.memory = Memory(memory.path, problem.federation.clients, problem.memory, dtype)
         self.order = Table(scratch.path / "order", 1, slots, torch.int64)
-        # If a round's uploads do not fit into memory, each process releases what it has finished with.
-        self._frugal = not scratch.in_memory
+        # Each process releases what it has finished with, if that is large or a round does not fit into memory.
+        self._frugal = not scratch.in_memory or state.weights.nbytes >= FREED
         # For each worker the number of its current task, its start time and its stage; 0 if it is waiting.
         self.busy = Table(scratch.path / "busy", 1, workers, torch.int64)
         self.since = Table(scratch.path / "since", 1, workers, torch.float64)
