@@ -285,6 +285,17 @@ def held(process, folder):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
+def test_the_server_does_not_hold_large_uploads_that_it_has_looked_at(digits):
+    network = Network(models.build("mlp", (1, 8, 8), 10, hidden=(900, 1300)))
+    problem = Problem.of(digits, network, parse("fedsmoo"), Local(steps=1))
+    first = first_state(problem)
+    with closing(pool.Pool(problem, first, slots=4, workers=2)) as engine:
+        broadcast = Broadcast(0, 0.1, problem.method.broadcast(view(problem, first)))
+        norms = [upload.norms["dual"] for upload in engine.local_rounds(broadcast, range(4))]
+        assert min(norms) > 0 and held(os.getpid(), engine._scratch.path) < network.size * 4 / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
 def test_no_process_holds_large_uploads_and_new_memory_after_the_round_and_not_a_bit_changes(digits):
     network = Network(models.build("mlp", (1, 8, 8), 10, hidden=(900, 1300)))
     problem, weights = Problem.of(digits, network, parse("fedsmoo"), Local(steps=1)), []

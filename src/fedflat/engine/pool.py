@@ -157,6 +157,7 @@ class Pool:
             for slot, each in zip(slots, answers, strict=True):
                 lost = isinstance(each, Failure)
                 yield _refusal(order[slot], each) if lost else self._shared.completed(each, slot)
+                self._shared.release()
 
     def kept(self, client: int) -> Vectors:
         return self._shared.kept[self._places[client]]
