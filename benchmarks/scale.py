@@ -1,10 +1,12 @@
 """J10: rounds of 1,000 clients out of 10⁴, 10⁵ and 10⁶: do memory and time grow with the cohort or the federation?
 
-    FEDFLAT_DATA=… python benchmarks/scale.py [--clients 10000 100000 1000000] [--rounds 3] [--methods fedavg scaffold]
+    FEDFLAT_DATA=… python benchmarks/scale.py [--clients 10000 1000000] [--rounds 4] [--repeats 2]
 
 The MLP 784-200-200-10 on MNIST; each client has 10 samples, drawn with replacement, since there are only 60,000. One
-local epoch, batch 10, two workers, no evaluation. SCAFFOLD keeps a vector for every client that has taken part. Each
-run is a process of its own. PSS is that of all processes, highest at the ends of rounds. Prints a Markdown table.
+local epoch, batch 10, two workers, no evaluation. SCAFFOLD keeps a vector for every client that has taken part, on disk
+if that of all clients would not fit into memory. Each run is a process of its own, and federations take turns. PSS is
+that of all processes, highest at the ends of rounds. Prints a Markdown table: medians over the turns, and the range of
+all rounds but the first of each run.
 """
 
 import argparse
@@ -14,15 +16,17 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "contenders"))
 
 SAMPLES, COHORT = 10, 1000
 
 
-def run(method: str, clients: int, rounds: int) -> dict[str, float]:
+def run(method: str, clients: int, rounds: int) -> dict[str, Any]:
     """Seconds and memory of one run, in this process."""
     import torch
     from processes import pss_mb
@@ -62,31 +66,35 @@ def run(method: str, clients: int, rounds: int) -> dict[str, float]:
             memory.append(pss_mb())
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     cpu = sum(usage.ru_utime + usage.ru_stime for usage in spent)
-    return {"ready": ready, "round": median(seconds[1:]), "pss": max(memory), "data": before, "cpu": cpu}
+    return {"ready": ready, "rounds": seconds[1:], "pss": max(memory), "data": before, "cpu": cpu}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--methods", nargs="+", default=["fedavg", "scaffold"])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(run(options.one[0], int(options.one[1]), options.rounds)))
         return 0
-    titles = "method | clients | ready, s | a round of 1,000, s | CPU of all, s | PSS, MB | before the clients, MB"
-    print(f"| {titles} |\n|{'---|' * 7}", flush=True)
+    titles = "method | clients | ready, s | a round of 1,000, s | range | CPU of all, s | PSS, MB"
+    print(f"| {titles} | before the clients, MB |\n|{'---|' * 8}", flush=True)
     for method in options.methods:
-        for clients in options.clients:
+        found: dict[int, list[dict[str, Any]]] = {clients: [] for clients in options.clients}
+        for clients, runs in [*found.items()] * options.repeats:
             command = [sys.executable, __file__, "--rounds", str(options.rounds), "--one", method, str(clients)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             if done.returncode:
                 return done.returncode
-            found = json.loads(done.stdout.splitlines()[-1])
-            cells = [f"{found[name]:.2f}" for name in ("ready", "round", "cpu")]
-            cells += [f"{found[name]:.0f}" for name in ("pss", "data")]
-            print(f"| {method} | {clients:,} | {' | '.join(cells)} |", flush=True)
+            runs.append(json.loads(done.stdout.splitlines()[-1]))
+        for clients, runs in found.items():
+            rounds = sorted(chain.from_iterable(each["rounds"] for each in runs))
+            ready, cpu, pss, data = (median(each[name] for each in runs) for name in ("ready", "cpu", "pss", "data"))
+            times = f"{ready:.2f} | {median(rounds):.2f} | {rounds[0]:.2f}–{rounds[-1]:.2f} | {cpu:.1f}"
+            print(f"| {method} | {clients:,} | {times} | {pss:.0f} | {data:.0f} |", flush=True)
     return 0
 
 

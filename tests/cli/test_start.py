@@ -23,7 +23,7 @@ except SystemExit as end:
     ("code", "forbidden"),
     [
         ("import fedflat", (*EARLY, "rich", "typer", "click")),
-        (COMMAND.format(arguments=["--help"]), EARLY),
+        (COMMAND.format(arguments=["--help"]), (*EARLY, "typer.rich_utils", "rich.markdown", "rich.live")),
         (COMMAND.format(arguments=["recipe", "nowhere.toml"]).replace("not end.code", "end.code"), EARLY[:2] + UNUSED),
         (COMMAND.format(arguments=RUN), UNUSED),
     ],

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import subprocess
 import sys
 import time
@@ -207,6 +208,34 @@ def test_memory_begins_with_the_initial_weights_wherever_the_federation_stands(d
     assert torch.equal(*weights)
 
 
+@dataclass
+class Room:
+    """What a file system tells of itself."""
+
+    free: float
+
+
+@pytest.mark.parametrize("room", ["all", "round"])
+def test_a_round_stays_in_memory_if_it_fits_even_if_the_memory_of_all_clients_does_not(digits, monkeypatch, room):
+    network = Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,)))
+    problem = Problem.of(digits, network, parse("scaffold"), Local())
+    first = first_state(problem)
+    vector = first.weights.nbytes
+    # Of each of a round's two clients: its Δ and control, the new memory, and two to spare. Of all clients, the memory.
+    vectors = 2 * 5 + (problem.federation.clients if room == "all" else 0)
+    monkeypatch.setattr("fedflat.engine.store.shutil.disk_usage", lambda _: Room(1.1 * vectors * vector + 1))
+    weights = []
+    for engine in Inline(problem), pool.Pool(problem, first, slots=2, workers=2):
+        state = first
+        with closing(engine):
+            if isinstance(engine, pool.Pool):
+                assert (engine._scratch.in_memory, engine._kept.in_memory) == (True, room == "all")
+            for cohort in ([0, 1], [1, 2]):
+                state, _ = conduct(problem, state, engine, cohort)
+        weights.append(state.weights)
+    assert torch.equal(*weights)
+
+
 RESIDENT = """
 import re
 from contextlib import closing
@@ -242,6 +271,43 @@ def test_a_worker_gives_a_large_models_freed_memory_back_after_each_client():
     """In a process of its own: other tests' settings of the heap would be inherited by the workers."""
     more = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True).stdout
     assert float(more) > 5  # MB: Δ of 4.5 MB in each of two workers, at the least
+
+
+def held(process, folder):
+    """The kB of files in a folder that a process holds."""
+    maps = Path(f"/proc/{process}/smaps").read_text()
+    return sum(
+        map(int, re.findall(rf"{folder}/(?:upload|kept)\.\w+.*?^Rss: *(\d+) kB", maps, re.DOTALL | re.MULTILINE))
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
+def test_the_server_does_not_hold_large_uploads_that_it_has_looked_at(digits):
+    network = Network(models.build("mlp", (1, 8, 8), 10, hidden=(900, 1300)))
+    problem = Problem.of(digits, network, parse("fedsmoo"), Local(steps=1))
+    first = first_state(problem)
+    with closing(pool.Pool(problem, first, slots=4, workers=2)) as engine:
+        broadcast = Broadcast(0, 0.1, problem.method.broadcast(view(problem, first)))
+        norms = [upload.norms["dual"] for upload in engine.local_rounds(broadcast, range(4))]
+        assert min(norms) > 0 and held(os.getpid(), engine._scratch.path) < network.size * 4 / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
+def test_no_process_holds_large_uploads_and_new_memory_after_the_round_and_not_a_bit_changes(digits):
+    network = Network(models.build("mlp", (1, 8, 8), 10, hidden=(900, 1300)))
+    problem, weights = Problem.of(digits, network, parse("fedsmoo"), Local(steps=1)), []
+    first = first_state(problem)
+    for engine in Inline(problem), pool.Pool(problem, first, slots=4, workers=2):
+        state = first
+        with closing(engine):
+            for cohort in (range(4), range(2, 6)):
+                state, _ = conduct(problem, state, engine, cohort)
+            if isinstance(engine, pool.Pool):
+                family = [os.getpid(), *(process.pid for _, process in engine._workers.values())]
+                kilobytes = sum(held(process, engine._scratch.path) for process in family)
+        weights.append(state.weights)
+    assert torch.equal(*weights)
+    assert kilobytes < network.size * 4 / 1024
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
@@ -399,7 +465,7 @@ def test_a_vector_that_is_both_uploaded_and_kept_is_stored_once(digits, monkeypa
     state = first_state(problem)
     scratch = Scratch(0)
     with closing(scratch):
-        shared = Shared(scratch, problem, state, slots=1, workers=1)
+        shared = Shared(scratch, scratch, problem, state, slots=1, workers=1)
         worker = Worker(problem)
         sent = problem.method.broadcast(view(problem, state))
         upload, kept = worker.local_round(Broadcast(0, 0.1, sent), 3, None)

@@ -257,7 +257,7 @@ def run_on_a_small_disk(tmp_path, size, engine):
     ("engine", "size", "what"),
     [
         ("inline", "2m", r"client \d+: its memory cannot be kept"),
-        ("pool", "5m", r"client \d+: its memory cannot be kept"),
+        ("pool", "4600k", r"client \d+: its memory cannot be kept"),
         ("pool", "4250k", "no room for the model to evaluate"),
         ("pool", "2m", r"client \d+: no room for its upload"),
     ],

@@ -1,7 +1,5 @@
 """Shared by all commands: the app, the consoles, and common options."""
 
-from __future__ import annotations
-
 import codecs
 import sys
 import unicodedata
@@ -14,12 +12,29 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from fedflat.errors import printable, visible
-from fedflat.trusted import trust_anything
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-app = typer.Typer(help="Flatness-aware federated learning.", no_args_is_help=True)
+
+class Front(typer.core.TyperGroup):
+    """All commands. Their list is plain text: typer would import parsers of Markdown and of code to draw it."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super(typer.core.TyperGroup, self).format_help(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        longest = max(map(len, self.commands))
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            row = name.ljust(longest), command.get_short_help_str(limit=200)
+            panels.setdefault(getattr(command, "rich_help_panel", "Others"), []).append(row)
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
+
+app = typer.Typer(cls=Front, help="Flatness-aware federated learning.", no_args_is_help=True)
 
 
 class Sober(Console):
@@ -58,7 +73,7 @@ def encode_anything() -> None:
             stream.reconfigure(errors="fedflat.plain")
 
 
-def show(table: Table) -> None:
+def show(table: "Table") -> None:
     """Print a table so that no number is cut, however narrow the terminal is."""
     from fedflat.report.display import fitted
 
@@ -91,6 +106,8 @@ def names_in_package(folder: str, *others: str) -> Callable[[str], Iterable[str]
 
 def _trusting(trust: bool) -> bool:
     """Import code from the current directory only on request: the user's own model beside the recipe."""
+    from fedflat.trusted import trust_anything
+
     trust_anything(trust)
     if trust and "" not in sys.path:
         sys.path.insert(0, "")

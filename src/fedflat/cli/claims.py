@@ -1,7 +1,5 @@
 """The command for the papers' claims: run what is missing, and say what holds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -59,17 +57,17 @@ def claims(
         raise TrainingError(f"{len(failed)} runs failed; see {', '.join(failed)}")
 
 
-def _studies(chosen: Judged) -> dict[str, Sweep]:
+def _studies(chosen: Judged) -> "dict[str, Sweep]":
     return {name: study for _, studies in chosen.values() for name, study in studies.items()}
 
 
-def _judged(chosen: Judged, evidence: Evidence) -> list[State]:
+def _judged(chosen: Judged, evidence: "Evidence") -> "list[State]":
     from fedflat.runs.claims import state_of
 
     return [state_of(claim, studies, evidence) for claim, studies in chosen.values()]
 
 
-def _train(chosen: Judged, evidence: Evidence, out_dir: Path, kept: Path, jobs: int, trust: bool) -> list[str]:
+def _train(chosen: Judged, evidence: "Evidence", out_dir: Path, kept: Path, jobs: int, trust: bool) -> list[str]:
     """Train the missing runs, study by study, and keep their rows; return the logs of those that failed."""
     logs: list[str] = []
     for name, study in _studies(chosen).items():
@@ -89,7 +87,7 @@ def _train(chosen: Judged, evidence: Evidence, out_dir: Path, kept: Path, jobs: 
     return logs
 
 
-def _show(states: Sequence[State], listed: bool, as_json: bool) -> None:
+def _show(states: "Sequence[State]", listed: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps([_as_table(state) for state in states], indent=2, ensure_ascii=False))
         return
@@ -98,7 +96,7 @@ def _show(states: Sequence[State], listed: bool, as_json: bool) -> None:
     out.print(claim_list(states) if listed else verdict_list(states))
 
 
-def _as_table(state: State) -> dict[str, object]:
+def _as_table(state: "State") -> dict[str, object]:
     """A state as JSON; NaN, which JSON lacks, becomes null."""
     effects = [asdict(effect) for effect in state.effects]
     found = {"claim": state.claim.name, "verdict": state.verdict, "runs": state.runs, "known": state.known}

@@ -1,7 +1,5 @@
 """The command that times a method's local step: cost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

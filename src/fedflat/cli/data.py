@@ -1,7 +1,5 @@
 """Commands for data sets: list, get, show."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

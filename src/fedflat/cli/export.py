@@ -1,7 +1,5 @@
 """Command to export a trained model: export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Commands that analyse the minima of finished runs: flatness and landscape."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import closing
@@ -23,7 +21,6 @@ from fedflat.cli.geometry import (
     locality_record,
     print_geometry,
 )
-from fedflat.progress import progress
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must not wait for it
     from fedflat.flatness import Curvature, Matrix, Portion, Spectrum, Theory, Weights
@@ -102,6 +99,7 @@ def flatness(
     from fedflat.errors import RecipeError
     from fedflat.flatness.measure import NAMES
     from fedflat.flatness.spectral import draw_density
+    from fedflat.progress import progress
     from fedflat.runs.build import load_run
 
     if federated and theory:
@@ -174,15 +172,15 @@ def _keep(run: Path, row: dict[str, Any]) -> None:
 
 
 def _by_clients(
-    problem: Problem,
-    portion: Portion,
-    matrix: Matrix,
-    weights: Weights | None,
+    problem: "Problem",
+    portion: "Portion",
+    matrix: "Matrix",
+    weights: "Weights | None",
     k: int,
     products: int,
     density: int,
     relative_error: float | None,
-) -> tuple[dict[str, Any], Spectrum]:
+) -> tuple[dict[str, Any], "Spectrum"]:
     """Compute the spectrum from products that the clients compute."""
     from fedflat.flatness import FederatedHessian, HessianProduct, spectrum
     from fedflat.rounds.server import first_state
@@ -195,13 +193,13 @@ def _by_clients(
     return {"samples": operator.samples, "weights": operator.weights, "spectrum": found.record()}, found
 
 
-def _with_sums(found: Theory) -> dict[str, Any]:
+def _with_sums(found: "Theory") -> dict[str, Any]:
     """Add the quantities that the inequalities compare to the terms they are made of."""
     return {"clients_sum": found.clients_sum, "blocks_sum": found.pooled.blocks_sum, **asdict(found)}
 
 
 def _print_tables(
-    rows: list[dict[str, Any]], theories: dict[str, Theory], clients: dict[str, list[Curvature]], bias: bool
+    rows: list[dict[str, Any]], theories: "dict[str, Theory]", clients: "dict[str, list[Curvature]]", bias: bool
 ) -> None:
     from fedflat.report.flatness_table import flatness_table, layer_table
     from fedflat.report.theory_table import client_table, theory_table
@@ -245,6 +243,7 @@ def landscape(
     from fedflat.errors import RecipeError
     from fedflat.flatness import Portion
     from fedflat.flatness import landscape as walk
+    from fedflat.progress import progress
     from fedflat.runs.build import load_run
     from fedflat.runs.folder import beside
 

@@ -1,7 +1,5 @@
 """Commands for deployments: write a Flower app, make its keys, print its recipe's digest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

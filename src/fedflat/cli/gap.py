@@ -1,7 +1,5 @@
 """The command `fedflat duality`: which directions of a layer carry the generalisation gap."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +8,6 @@ import typer
 from fedflat.cli.app import JsonOption, TrustOption, app, out, show
 from fedflat.cli.flatness import Parameters, ParametersOption, Picture, Runs, Seed, checked, print_json, span_of
 from fedflat.errors import RunError
-from fedflat.progress import progress
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must not wait for it
     from fedflat.federation.population import Federation
@@ -45,6 +42,7 @@ def duality(
 
     from fedflat.flatness import decompose as analyse
     from fedflat.flatness import layers_of
+    from fedflat.progress import progress
     from fedflat.runs.build import load_run
 
     rows, results = list[dict[str, Any]](), {}
@@ -79,7 +77,7 @@ def duality(
         out.print(f"drawn to {picture}", markup=False, highlight=False)
 
 
-def _halves(federation: Federation, samples: int, test_samples: int, seed: int) -> tuple[Batch, Batch]:
+def _halves(federation: "Federation", samples: int, test_samples: int, seed: int) -> "tuple[Batch, Batch]":
     """Training samples of all clients, and test samples; 0 means all."""
     import torch
 
@@ -93,7 +91,7 @@ def _halves(federation: Federation, samples: int, test_samples: int, seed: int) 
     return (torch.cat(inputs), torch.cat(labels)), (test[0][some], test[1][some])
 
 
-def _duality_row(result: Duality) -> dict[str, Any]:
+def _duality_row(result: "Duality") -> dict[str, Any]:
     """All numbers of a layer, including derived ones."""
     named = ("remainder", "fluctuation", "drift", "envelope", "size", "sharpness", "participation")
     pairings = {

@@ -1,7 +1,5 @@
 """Commands that list and verify methods: methods, verify."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

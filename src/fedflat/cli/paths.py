@@ -1,7 +1,5 @@
 """Commands about several models: path, trajectory, animate; and rescale, about a model and its rescaled copy."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +9,6 @@ import typer
 
 from fedflat.cli.app import JsonOption, TrustOption, app, out, show
 from fedflat.cli.flatness import MEASURED, Picture, Plane, Runs, Samples, Seed, print_json
-from fedflat.progress import progress
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must not wait for it
     from torch import Tensor
@@ -50,6 +47,7 @@ def path(
     --match reorders those of B first, which does not change its function.
     """
     from fedflat.flatness import Portion, interpolate
+    from fedflat.progress import progress
     from fedflat.report.path_table import path_table
     from fedflat.runs.build import load_run
     from fedflat.runs.kept import located
@@ -97,6 +95,7 @@ def trajectory(
     from fedflat.errors import RecipeError
     from fedflat.flatness import Portion
     from fedflat.flatness import trajectory as project
+    from fedflat.progress import progress
     from fedflat.report.path_table import trajectory_table
     from fedflat.runs.build import load_run
     from fedflat.runs.kept import KEEP, kept_checkpoints, kept_models, local_round
@@ -131,7 +130,7 @@ def trajectory(
     _drawn(picture)
 
 
-def _plane(plane: Through, models: Tensor, local: LocalRound | None) -> WeightPlane:
+def _plane(plane: Through, models: "Tensor", local: "LocalRound | None") -> "WeightPlane":
     from fedflat.errors import RunError
     from fedflat.flatness import plane_through, principal_plane
 
@@ -164,6 +163,7 @@ def animate(
     to RUN/landscapes-PLANE.npz.
     """
     from fedflat.flatness import Film, Portion, film
+    from fedflat.progress import progress
     from fedflat.report.animation import check_animation, draw_animation
     from fedflat.report.path_table import film_table
     from fedflat.runs.build import load_run
@@ -195,7 +195,7 @@ def animate(
     _drawn(picture)
 
 
-def _directions(objective: Objective, plane: Plane, seed: int) -> Tensor:
+def _directions(objective: "Objective", plane: Plane, seed: int) -> "Tensor":
     from fedflat.flatness import Hessian, eigen_plane, filter_normalised, top_eigenvalues
 
     if plane is Plane.eigen:
@@ -226,6 +226,7 @@ def rescale(
     A ReLU layer times c and the next one divided by c compute the same outputs.
     """
     from fedflat.flatness import Portion, scale_test
+    from fedflat.progress import progress
     from fedflat.report.path_table import scale_table
     from fedflat.runs.build import load_run
     from fedflat.runs.kept import located

@@ -1,7 +1,5 @@
 """Command to adapt finished runs to each client: personalize."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

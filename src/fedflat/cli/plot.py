@@ -1,7 +1,5 @@
 """Command for figures of runs in the style of a paper: plot."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated

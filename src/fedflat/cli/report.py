@@ -1,7 +1,5 @@
 """Command to write one page about runs: report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Commands to train and to inspect recipes: run, resume, split, recipe."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,7 +96,7 @@ def _go_back(directory: Path, round: int) -> None:
 
 
 def _train(
-    folders: Mapping[Path, Recipe], resume: bool, as_json: bool, back_to: int | None = None, verbose: bool = False
+    folders: "Mapping[Path, Recipe]", resume: bool, as_json: bool, back_to: int | None = None, verbose: bool = False
 ) -> None:
     """Train one run after the other, and print a table of all."""
     from fedflat.report.display import RoundProgress, comparison
@@ -138,7 +136,7 @@ def _last_checkpoint(folder: Path) -> int:
     return sum(file.stat().st_size for file in files if file.name.partition(".")[0] == last)
 
 
-def _in_short(recipe: Recipe, full: Recipe, folder: Path) -> str:
+def _in_short(recipe: "Recipe", full: "Recipe", folder: Path) -> str:
     """What is trained, which settings are not those of the default recipe, and where all of them are."""
     from fedflat.recipe import load
 

@@ -1,7 +1,5 @@
 """Command to train a grid of recipes: sweep."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -69,14 +67,14 @@ def sweep(
         raise TrainingError(f"{len(failed)} of {len(plan.points)} runs failed; see {logs}")
 
 
-def refuse_unknown_methods(plan: Sweep) -> None:
+def refuse_unknown_methods(plan: "Sweep") -> None:
     from fedflat.methods.parser import parse
 
     for method in {json.dumps(point.recipe.method): point.recipe.method for point in plan.points}.values():
         parse(method)
 
 
-def _list(plan: Sweep, folder: Path, as_json: bool) -> None:
+def _list(plan: "Sweep", folder: Path, as_json: bool) -> None:
     from fedflat.runs.sweep.results import finished
 
     states = {point.slug: "done" if finished(folder / point.slug, point) else "to do" for point in plan.points}
@@ -87,7 +85,7 @@ def _list(plan: Sweep, folder: Path, as_json: bool) -> None:
         print(f"{state:5}  {slug}")
 
 
-def train_all(plan: Sweep, folder: Path, jobs: int, trust: bool) -> dict[str, str]:
+def train_all(plan: "Sweep", folder: Path, jobs: int, trust: bool) -> dict[str, str]:
     """Run everything that is left; return the error messages of failed runs."""
     from fedflat.engine.pool import cores
     from fedflat.files import free_memory
@@ -106,7 +104,7 @@ def train_all(plan: Sweep, folder: Path, jobs: int, trust: bool) -> dict[str, st
     return work.failed
 
 
-def _show(plan: Sweep, folder: Path, as_json: bool) -> None:
+def _show(plan: "Sweep", folder: Path, as_json: bool) -> None:
     from fedflat.report.tables import summary_table
     from fedflat.runs.sweep import collect, summarised
 
@@ -122,7 +120,7 @@ def _show(plan: Sweep, folder: Path, as_json: bool) -> None:
 class SweepProgress:
     """Shows the whole sweep as one bar and each active run as another; prints lines without a terminal."""
 
-    def __init__(self, work: Jobs) -> None:
+    def __init__(self, work: "Jobs") -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(),
@@ -134,7 +132,7 @@ class SweepProgress:
         self._tasks: dict[str, Any] = {}
         self._looked = 0.0
 
-    def __enter__(self) -> SweepProgress:
+    def __enter__(self) -> "SweepProgress":
         self._bars.start()
         return self
 
@@ -168,7 +166,7 @@ class SweepProgress:
         failed = f", {len(self._work.failed)} failed" if self._work.failed else ""
         return f"{len(self._work.done)}/{len(self._work.sweep.points)} runs{failed}"
 
-    def ended(self, point: Point, complaint: str | None) -> None:
+    def ended(self, point: "Point", complaint: str | None) -> None:
         """Report that a run is done, or why it failed."""
         if complaint:
             complain(f"{point.slug}: {complaint}")

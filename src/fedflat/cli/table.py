@@ -1,7 +1,5 @@
 """Command for tables of your own runs and of the papers: table."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -91,7 +89,7 @@ def table(
     _put(sheet, form, file)
 
 
-def _papers(name: str, results: list[Path]) -> Sheet:
+def _papers(name: str, results: list[Path]) -> "Sheet":
     """A paper's table beside the results; says so if none of them belongs to it."""
     from fedflat.report.tables import compared, no_match, published
     from fedflat.runs.sweep.results import read_rows
@@ -103,7 +101,7 @@ def _papers(name: str, results: list[Path]) -> Sheet:
     return sheet
 
 
-def _put(sheet: Sheet, form: Form | None, file: Path | None) -> None:
+def _put(sheet: "Sheet", form: Form | None, file: Path | None) -> None:
     """Print the table, or write it to a file whose ending sets the format."""
     from fedflat.report.sheets import terminal
 

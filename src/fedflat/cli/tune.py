@@ -1,7 +1,5 @@
 """The command that tunes methods with equal budgets: tune."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

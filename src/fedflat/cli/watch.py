@@ -1,7 +1,5 @@
 """Command to follow a running experiment: watch."""
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import suppress
@@ -46,7 +44,7 @@ def watch(
     out.print(screen(run.story, out.width))
 
 
-def _on_screen(run: Followed, every: float) -> None:
+def _on_screen(run: "Followed", every: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
@@ -62,7 +60,7 @@ def _on_screen(run: Followed, every: float) -> None:
             time.sleep(every)
 
 
-def _in_lines(run: Followed, every: float) -> None:
+def _in_lines(run: "Followed", every: float) -> None:
     """Print a line for each look that found something new, after the problems of those rounds."""
     from fedflat.report.display import troubles
     from fedflat.report.watch import line
@@ -142,7 +140,7 @@ class Followed:
             return (self.directory / "summary.json").stat().st_mtime_ns >= self._metrics.stat().st_mtime_ns
         return False
 
-    def _recipe(self) -> Recipe:
+    def _recipe(self) -> "Recipe":
         """Read the recipe at every look, because a run can be resumed with more rounds."""
         from fedflat.recipe import parsed, read_text, validated
 

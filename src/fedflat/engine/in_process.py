@@ -13,7 +13,7 @@ class InProcess:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._scratch = Scratch(problem.room())
+        self._scratch = Scratch(problem.memory_room())
         self._kept: dict[int, Vectors] = {}
         dtype = problem.network.weights.dtype
         self.memory = Memory(self._scratch.path, problem.federation.clients, problem.memory, dtype)

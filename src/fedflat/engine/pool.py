@@ -92,8 +92,10 @@ class Pool:
     ) -> None:
         keep_freed_memory(below=FREED)  # the server returns the memory of a large model's vectors
         self._problem, self._slots, self._question, self._deadline = problem, slots, question, deadline
-        self._scratch = Scratch(problem.room(slots))
-        self._shared = Shared(self._scratch, problem, state, slots, workers)
+        # What a round writes stays in memory if it fits, even if the memory of a large federation's clients does not.
+        round = problem.upload_room(slots)
+        self._scratch, self._kept = Scratch(round), Scratch(round + problem.memory_room())
+        self._shared = Shared(self._scratch, self._kept, problem, state, slots, workers)
         self._context: Any = get_context(start)
         self._numbers = count(1)
         self._given_up = False
@@ -155,6 +157,7 @@ class Pool:
             for slot, each in zip(slots, answers, strict=True):
                 lost = isinstance(each, Failure)
                 yield _refusal(order[slot], each) if lost else self._shared.completed(each, slot)
+                self._shared.release()
 
     def kept(self, client: int) -> Vectors:
         return self._shared.kept[self._places[client]]
@@ -162,7 +165,7 @@ class Pool:
     def remember(self, uploads: Uploads) -> None:
         for upload in uploads:
             self.memory.keep(upload.client, self.kept(upload.client))
-        self._shared.release()
+            self._shared.release()
 
     @unless_seen
     def score(self, state: ServerState, part: str, chunk: int) -> Score:
@@ -285,6 +288,7 @@ class Pool:
         for process in processes:
             process.join()
         self._scratch.close()
+        self._kept.close()
         gc.unfreeze()
 
 

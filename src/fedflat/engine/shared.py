@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedflat.engine.store import ADVICE, Memory, Scratch, Table, Tables
+from fedflat.engine.store import ADVICE, FREED, Memory, Scratch, Table, Tables
 from fedflat.engine.wire_format import numbers
 from fedflat.errors import FedflatError, RunError, TrainingError
 from fedflat.local import Vectors
@@ -69,9 +69,20 @@ RECORD = struct.Struct("<2sqqdqq")
 
 
 class Shared:
-    """The vectors shared by the server and its workers."""
+    """The vectors shared by the server and its workers.
 
-    def __init__(self, scratch: Scratch, problem: Problem, state: ServerState, slots: int, workers: int) -> None:
+    Args:
+        scratch: the directory of what a round writes.
+        memory: the directory of the clients' memory.
+        problem: what the recipe describes.
+        state: the server's first state, for the type of the weights.
+        slots: the largest number of uploads in a round.
+        workers: the number of worker processes.
+    """
+
+    def __init__(
+        self, scratch: Scratch, memory: Scratch, problem: Problem, state: ServerState, slots: int, workers: int
+    ) -> None:
         size, statistics, dtype = problem.network.size, problem.network.buffers.numel(), state.weights.dtype
         shared = 0 if "buffers" in problem.memory else statistics
         sent = problem.method.sent_sizes(problem.network.layout)
@@ -83,10 +94,10 @@ class Shared:
         self.kept = Tables(scratch.path / "kept", slots, problem.memory, dtype, sparse=True)
         self.first = Tables(scratch.path / "first", 1, problem.memory, dtype)
         self.first.write(0, problem.first_memory())
-        self.memory = Memory(scratch.path, problem.federation.clients, problem.memory, dtype)
+        self.memory = Memory(memory.path, problem.federation.clients, problem.memory, dtype)
         self.order = Table(scratch.path / "order", 1, slots, torch.int64)
-        # If not everything fits into memory, each process releases what it has finished with.
-        self._frugal = not scratch.in_memory
+        # Each process releases what it has finished with, if that is large or a round does not fit into memory.
+        self._frugal = not scratch.in_memory or state.weights.nbytes >= FREED
         # For each worker the number of its current task, its start time and its stage; 0 if it is waiting.
         self.busy = Table(scratch.path / "busy", 1, workers, torch.int64)
         self.since = Table(scratch.path / "since", 1, workers, torch.float64)

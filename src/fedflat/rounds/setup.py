@@ -131,10 +131,13 @@ class Problem:
         """The bytes that each client keeps between rounds."""
         return sum(self.memory.values()) * self.network.weights.element_size()
 
-    def room(self, slots: int = 0) -> int:
-        """The bytes needed for the memory of all clients, and for `slots` uploads with their new memory."""
-        kept, up = sum(self.memory.values()), self.network.size * (3 + len(self.method.uploads))
-        return (self.federation.clients * kept + slots * (kept + up)) * self.network.weights.element_size()
+    def memory_room(self) -> int:
+        """The bytes of all clients' memory."""
+        return self.federation.clients * self.kept
+
+    def upload_room(self, slots: int) -> int:
+        """The bytes of a round with `slots` uploads and their clients' new memory."""
+        return slots * (self.kept + (3 + len(self.method.uploads)) * self.network.weights.nbytes)
 
 
 @dataclass(frozen=True)
