@@ -47,7 +47,7 @@ def fedsam(rho: float = 0.1) -> Method:
 
 
 @listed("Liu et al. 2022", "SAM with fewer gradients: in every k-th step, or on a share of the batch")
-def looksam(rho: float = 0.1, every: int = 5, fraction: float = 1.0, mix: float = 0.7) -> Method:
+def looksam(rho: float = 0.1, every: int = 5, fraction: float = 1.0, mix: float = 0.2) -> Method:
     return Method(SparingAscent(rho, every, fraction, mix))
 
 

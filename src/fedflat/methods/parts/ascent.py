@@ -57,13 +57,13 @@ class SparingAscent(Part):
     next ascent. A step needs (k + fraction)/k gradients on average. With k = 1 and fraction = 1 it is FedSAM.
 
     Deviations: the paper's ascent uses the whole batch (`fraction = 1`). With a smaller fraction, batch-norm takes its
-    statistics from that share. The default of α is ours.
+    statistics from that share. The default of α is ours; `benchmarks/sparing_sam.py` shows what a larger one costs.
     """
 
     rho: float = option(0.1, "radius ρ of the perturbation", low=0)
     every: int = option(5, "steps k from one ascent to the next", low=1)
     fraction: float = option(1.0, "share of the batch on which the ascent is computed", low=0, high=1, open_low=True)
-    mix: float = option(0.7, "weight α of the direction h in the steps between", low=0)
+    mix: float = option(0.2, "weight α of the direction h in the steps between", low=0)
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         if not self.rho:
