@@ -22,7 +22,7 @@ from fedflat.engine.heap import MMAP_THRESHOLD, settled_worker
 from fedflat.engine.inline import Inline
 from fedflat.engine.shared import Shared
 from fedflat.engine.store import Scratch, Tables
-from fedflat.errors import TrainingError
+from fedflat.errors import RunError, TrainingError
 from fedflat.methods.parser import parse
 from fedflat.methods.uploads import Upload, collect
 from fedflat.models.vector import Network
@@ -234,6 +234,27 @@ def test_a_round_stays_in_memory_if_it_fits_even_if_the_memory_of_all_clients_do
                 state, _ = conduct(problem, state, engine, cohort)
         weights.append(state.weights)
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("full", ["Scratch", "Shared"])
+def test_a_pool_without_room_leaves_no_files_behind(digits, monkeypatch, full):
+    problem = Problem.of(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), parse("scaffold"), Local())
+    made = []
+
+    def scratch(size):
+        if made and full == "Scratch":
+            raise RunError("no room")
+        made.append(Scratch(size))
+        return made[-1]
+
+    def shared(*_):
+        raise RunError("no room")
+
+    monkeypatch.setattr(pool, "Scratch", scratch)
+    monkeypatch.setattr(pool, "Shared", shared)
+    with pytest.raises(RunError, match="no room"):
+        pool.Pool(problem, first_state(problem), slots=2, workers=2)
+    assert made and not any(each.path.exists() for each in made)
 
 
 RESIDENT = """

@@ -1,11 +1,13 @@
 """A building block that computes something in a cheaper form against the plain form of PyTorch."""
 
+import io
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import vmap
 
 from fedflat.models import winograd
@@ -114,3 +116,32 @@ def test_convolution_in_bfloat16_is_torchs():
     conv, x = Convolution(32, 32, 3, padding=1), torch.randn(2, 32, 2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(conv(x), F.conv2d(x, conv.weight, conv.bias, padding=1))
+
+
+def test_convolution_of_integers_is_torchs():
+    torch.manual_seed(0)
+    conv, x = Convolution(32, 32, 3, padding=1, bias=False), torch.randint(-5, 5, (2, 32, 4, 4))
+    conv.weight = nn.Parameter(torch.randint(-5, 5, (32, 32, 3, 3)), requires_grad=False)
+    assert torch.equal(conv(x), F.conv2d(x, conv.weight, padding=1))
+
+
+@pytest.mark.parametrize("image", [(2, 2), (4, 4)])
+def test_convolution_has_derivatives_in_forward_mode(image):
+    torch.manual_seed(0)
+    conv, (x, along) = Convolution(32, 32, 3, padding=1).double(), torch.randn(2, 2, 32, *image, dtype=torch.float64)
+    kernels = torch.randn_like(conv.weight)
+    with forward_ad.dual_level():
+        weight = forward_ad.make_dual(conv.weight.detach(), kernels)
+        y = torch.func.functional_call(conv, {"weight": weight}, (forward_ad.make_dual(x, along),))
+        found = forward_ad.unpack_dual(y).tangent
+    torch.testing.assert_close(found, F.conv2d(along, conv.weight, padding=1) + F.conv2d(x, kernels, padding=1))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_convolution_can_be_traced_and_saved():
+    torch.manual_seed(0)
+    conv, x = Convolution(32, 32, 3, padding=1), torch.randn(3, 32, 2, 4)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(conv, x), file)
+    file.seek(0)
+    torch.testing.assert_close(torch.jit.load(file)(x[:1]), conv(x[:1]))

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 class Front(typer.core.TyperGroup):
     """All commands. Their list is plain text: typer would import parsers of Markdown and of code to draw it."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            print(ctx.get_help())  # click would make an error message of it, which is one line here
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super(typer.core.TyperGroup, self).format_help(ctx, formatter)
 
@@ -34,7 +40,7 @@ class Front(typer.core.TyperGroup):
                 formatter.write_dl(rows)
 
 
-app = typer.Typer(cls=Front, help="Flatness-aware federated learning.", no_args_is_help=True)
+app = typer.Typer(cls=Front, help="Flatness-aware federated learning.")
 
 
 class Sober(Console):

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import reduce
 from itertools import accumulate, count, pairwise
 from operator import add
@@ -94,8 +94,11 @@ class Pool:
         self._problem, self._slots, self._question, self._deadline = problem, slots, question, deadline
         # What a round writes stays in memory if it fits, even if the memory of a large federation's clients does not.
         round = problem.upload_room(slots)
-        self._scratch, self._kept = Scratch(round), Scratch(round + problem.memory_room())
-        self._shared = Shared(self._scratch, self._kept, problem, state, slots, workers)
+        with ExitStack() as files:  # removed at once if there is no room for all of them
+            self._scratch = files.enter_context(closing(Scratch(round)))
+            self._kept = files.enter_context(closing(Scratch(round + problem.memory_room())))
+            self._shared = Shared(self._scratch, self._kept, problem, state, slots, workers)
+            self._files = files.pop_all()
         self._context: Any = get_context(start)
         self._numbers = count(1)
         self._given_up = False
@@ -287,8 +290,7 @@ class Pool:
             process.kill()
         for process in processes:
             process.join()
-        self._scratch.close()
-        self._kept.close()
+        self._files.close()
         gc.unfreeze()
 
 

@@ -111,13 +111,14 @@ class Convolution(nn.Conv2d):
 
         For each pixel it saves a part of inputs · outputs products, and transforms inputs + outputs maps at a cost that
         grows with the number of pixels. A pass without gradients saves less. vmap and exporters do not support the
-        custom gradient, and bfloat16 would round the transformed maps.
+        custom gradient, bfloat16 would round the transformed maps, and integers the transformed kernels.
         """
         cost = height * width * (1 if torch.is_grad_enabled() else 4)
-        if x.device.type != "cpu" or cost > self._channels or not fits(height, width) or x.dtype.itemsize < 4:
+        exact = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
+        if x.device.type != "cpu" or cost > self._channels or not fits(height, width) or not exact:
             return False
-        transformed = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
-        return not transformed and not torch.is_autocast_enabled("cpu")
+        exported = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        return not exported and not torch._C._are_functorch_transforms_active()
 
     def _positions(self, side: int) -> int:
         """Return the number of positions of the kernel along a side of the map."""

@@ -42,7 +42,7 @@ def _kaiming(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-def _positive(widths: Sequence[int]) -> bool:
+def _are_widths(widths: Sequence[int]) -> bool:
     """Whether an option is a list of positive whole numbers."""
     return isinstance(widths, Sequence) and all(type(width) is int and width > 0 for width in widths)
 
@@ -59,7 +59,7 @@ def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (200, 200), bias: bo
     Raises:
         RecipeError: an option is invalid.
     """
-    if not _positive(hidden):
+    if not _are_widths(hidden):
         raise RecipeError(f"Option hidden of model mlp must be a list of positive whole numbers, not {hidden!r}.")
     if not isinstance(bias, bool):
         raise RecipeError(f"Option bias of model mlp must be true or false, not {bias!r}.")
@@ -83,7 +83,7 @@ def fedavg_cnn(shape: Shape, classes: int, widths: Sequence[int] = (32, 64, 512)
         RecipeError: an option is invalid, or the shape is not that of an image.
     """
     channels, height, width = _image("fedavg-cnn", shape, smallest=4)
-    if not _positive(widths) or len(widths) != 3:
+    if not _are_widths(widths) or len(widths) != 3:
         raise RecipeError(f"Option widths of model fedavg-cnn must be three positive whole numbers, not {widths!r}.")
     first, second, hidden = widths
     return chain(

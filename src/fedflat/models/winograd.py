@@ -56,7 +56,13 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
+        ctx.save_for_forward(x, w)
         return torch.bmm(x, w.mT)
+
+    @staticmethod
+    def jvp(ctx: Any, along_x: Tensor, along_w: Tensor) -> Tensor:
+        x, w = ctx.saved_tensors
+        return torch.bmm(along_x, w.mT) + torch.bmm(x, along_w.mT)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
