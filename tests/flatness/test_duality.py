@@ -581,3 +581,18 @@ def test_where_a_deviation_is_too_small_for_its_square_there_is_no_correlation(s
     w, g = (torch.tensor([[x], [-x]], dtype=torch.float64) for x in (1e-170, sign))
     found = _moments(w, g)
     assert (found["sigma_w"], found["correlation"]) == ([0.0], [0.0])
+
+
+def test_in_float32_a_hessian_is_decomposed_where_lapack_does_not_converge(monkeypatch):
+    eigh = torch.linalg.eigh
+
+    def in_double(matrix):
+        if matrix.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+        return eigh(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", in_double)
+    (train, labels), (test, answers) = samples(40, 0), samples(30, 1)
+    half = decompose(network("mlp").float(), F.cross_entropy, (train.float(), labels), (test.float(), answers), "3")
+    full = decompose(network("mlp"), F.cross_entropy, (train, labels), (test, answers), "3")
+    assert half.eigenvalues == pytest.approx(full.eigenvalues, abs=1e-5)

@@ -279,5 +279,7 @@ def _basis(objective: Objective, k: int, rows: int, seed: int) -> tuple[Tensor, 
     if objective.size > DENSE:
         eigen = top_eigenvalues(Hessian(objective), k, seed=seed)
         return eigen.values, eigen.vectors
-    values, vectors = torch.linalg.eigh(dense_hessian(objective, rows))
+    hessian = dense_hessian(objective, rows)
+    # In double precision: in float32, LAPACK may not converge for a layer with many dead units.
+    values, vectors = (part.to(hessian.dtype) for part in torch.linalg.eigh(hessian.double()))
     return values.flip(0), vectors.T.flip(0)
