@@ -178,11 +178,21 @@ def answers(host: str, port: int) -> bool:
 
 
 def free_ports(many: int) -> int:
-    """The first of so many neighbouring ports that nobody listens on."""
+    """The first of so many neighbouring ports that nobody uses, below those that Linux gives to connections."""
     while True:
-        first = random.SystemRandom().randint(20000, 60000)
-        if not any(answers(HOST, port) for port in range(first, first + many)):
+        first = random.SystemRandom().randint(20000, 32000)
+        if all(bindable(HOST, port) for port in range(first, first + many)):
             return first
+
+
+def bindable(host: str, port: int) -> bool:
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def lines(path: Path) -> int:
