@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint types format docs results bench dist clean
+.PHONY: demo test suite lint types format docs results bench dist clean
 
 demo: $(READY)
 	mkdir -p runs
@@ -17,8 +17,12 @@ demo: $(READY)
 	$(BIN)/fedflat animate "$$out"/*-seed-0/ --samples 200 && \
 	$(BIN)/fedflat report "$$out" --out "$$out/report.html"
 
+# The types are checked on one core while the tests begin on the others.
+test: lint
+	$(MAKE) -j 2 types suite
+
 # Processes that the tests start share their bytecode, even if the environment asks Python to write none.
-test: lint types
+suite: $(READY)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)

@@ -14,8 +14,7 @@ from fedflat.flatness import Objective
 from fedflat.models import Network, build, lora, merged, unit
 from fedflat.tasks import TASKS
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
 
 TOKENS, LENGTH = 12, 6
 GPT2 = dict(model_type="gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=LENGTH, resid_pdrop=0.0, embd_pdrop=0.0,
@@ -26,6 +25,12 @@ BERT = dict(model_type="bert", hidden_size=8, num_hidden_layers=1, num_attention
 
 def made(config, per_token=False, classes=3, **options):
     return build("transformers", (LENGTH,), classes, vocabulary=TOKENS, per_token=per_token, config=config, **options)
+
+
+@pytest.fixture(scope="module")
+def peft():
+    """Imported where it is used: it takes seconds, which every worker would spend while it collects the tests."""
+    return pytest.importorskip("peft")
 
 
 def texts(count=40, seed=0):
@@ -85,7 +90,7 @@ def test_man_sees_what_the_gelu_of_a_block_hands_to_its_last_layer(config, names
     assert float(next(iter(squares.values()))) == pytest.approx(float(seen[0].square().mean()))
 
 
-def test_a_module_of_ones_own_and_one_wrapped_by_peft_are_trained():
+def test_a_module_of_ones_own_and_one_wrapped_by_peft_are_trained(peft):
     tokens = federation(per_token=True)
     module = made(GPT2, per_token=True)
     wrapped = peft.get_peft_model(module, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
@@ -100,7 +105,7 @@ def test_a_module_of_ones_own_and_one_wrapped_by_peft_are_trained():
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv", "gpt2"])
-def test_our_forward_is_that_of_peft_on_the_same_factors(kind):
+def test_our_forward_is_that_of_peft_on_the_same_factors(peft, kind):
     torch.manual_seed(0)
     x, options = torch.randn(3, 6), {}
     if kind == "linear":
