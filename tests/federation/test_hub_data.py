@@ -68,6 +68,30 @@ def test_tokens_are_padded_at_their_end_and_cut_where_the_mask_says():
     assert torch.equal(one.train.inputs, other.train.inputs) and torch.equal(one.test.inputs, other.test.inputs)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_labels_of_every_token_follow_the_mask_on_either_side(side):
+    rows = [list(range(1, 3 + i % 4)) for i in range(COUNT)]
+
+    def full(row):
+        rest = [0] * (5 - len(row))
+        return rest + row if side == "left" else row + rest
+
+    found = both(datasets.Dataset.from_dict({
+        "input_ids": [full(row) for row in rows], "attention_mask": [full([1] * len(row)) for row in rows],
+        "labels": [full([token % 3 for token in row]) for row in rows],
+    }))  # fmt: skip
+    assert found.train.inputs[1].tolist() == [1, 2, 3, -1, -1]
+    assert found.train.labels[1].tolist() == [1, 2, 0, -100, -100]
+
+
+@pytest.mark.parametrize("column", ["labels", "attention_mask"])
+def test_a_row_with_other_entries_than_tokens_is_named(column):
+    rows = {name: [[1, 2]] * COUNT for name in ("input_ids", "labels", "attention_mask")}
+    rows[column] = [[1, 2]] * 3 + [[1]] * (COUNT - 3)
+    with pytest.raises(DataError, match=f"row 3 has 2 entries in 'input_ids' and 1 in '{column}'"):
+        hub_dataset(datasets.Dataset.from_dict(rows), datasets.Dataset.from_dict(rows))
+
+
 def test_labels_of_every_token_may_be_ignored():
     rows = [list(range(1, 3 + i % 4)) for i in range(COUNT)]
     found = both(datasets.Dataset.from_dict({"input_ids": rows, "labels": [[-100, *row[1:]] for row in rows]}))

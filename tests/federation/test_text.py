@@ -7,7 +7,7 @@ import torch
 
 from fedflat.errors import DataError
 from fedflat.federation import Dataset, Samples, corpora, federate, load
-from fedflat.federation.text import LETTERS
+from fedflat.federation.text import LETTERS, read_json_lines
 
 PLAY = """First Citizen:
 Before we proceed any further,   hear me speak.
@@ -124,6 +124,14 @@ def test_a_folder_of_texts_has_an_owner_for_each_file(tmp_path):
     assert (data.task, federation.clients) == ("next-token", 2)
     assert torch.equal(data.train.inputs[0, 1:], data.train.labels[0, :-1].to(data.train.inputs.dtype))
     assert {int(x) for x in data.test.groups} == {0, 1}
+
+
+def test_json_lines_end_at_line_feeds_alone(tmp_path):
+    """Python splits lines at more characters, which JSON may hold as they are; and files may begin with a mark."""
+    texts = ["one\u2028two", "three\u0085four", "five"]
+    content = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "x.jsonl").write_bytes(("\ufeff" + content).encode())
+    assert [row.text for row in read_json_lines(tmp_path / "x.jsonl")] == texts
 
 
 @pytest.mark.parametrize(

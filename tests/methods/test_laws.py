@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedflat import federate, models, train
+from fedflat import Dataset, Federation, Samples, federate, models, train
 from fedflat.engine.inline import Inline
 from fedflat.errors import RecipeError
 from fedflat.local.kernels.rows import train_together
@@ -303,6 +303,17 @@ def test_triples_train_in_any_order_or_are_refused_with_two_names(clients, parts
         assert composed(*reversed(parts))[0] is None
         return
     assert torch.isfinite(trained(clients, method, rounds=2)).all()
+
+
+@pytest.mark.parametrize("task", ["regression", "multi-label"])
+@pytest.mark.parametrize("method", ["fedntd", "fedgmt", "fedsol", "man + fedsol_ablation('A2')"])
+def test_a_method_that_compares_probabilities_of_classes_needs_classes(task, method):
+    inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+    samples = Samples(inputs, (inputs[:, :2] > 0).float())
+    data = Federation(Dataset("two", samples, samples, 2, (), (), task=task), [torch.arange(20)])
+    with pytest.raises(RecipeError, match=f"compares probabilities of classes, and task = '{task}' has none"):
+        train(data, nn.Linear(3, 2), method, rounds=1, engine="inline")
+    train(data, nn.Linear(3, 2), "fedsol(source='fedprox')", rounds=1, engine="inline")
 
 
 def report(method, delta):

@@ -38,6 +38,8 @@ def test_every_entry_spells_itself_out_and_back(name):
         ("fedsam(rh=0.1)", "method: fedsam has no option 'rh'; did you mean rho?"),
         ("fedsam(1, 2, 3)", "method: fedsam takes at most 1 options, 3 given"),
         ("fedsam(rho=-1)", "Ascent.rho = -1: must be a number ≥ 0"),
+        ("adamw(beta2=1.0)", "LocalAdamW.beta2 = 1.0: must be a number ≥ 0 and < 1"),
+        ("fedadamw(beta1=1.0)", "CarriedAdamW.beta1 = 1.0: must be a number ≥ 0 and < 1"),
         ("fedsam(rho='x')", "Ascent.rho = 'x': must be a number ≥ 0"),
         ("fedsam(rho=print)", "method = 'fedsam(rho=print)': the options of fedsam must be plain values"),
         ("fedsam(**{})", "method = 'fedsam(**{})': write the options of fedsam one by one, without * or **"),

@@ -23,7 +23,8 @@ BERT = dict(model_type="bert", hidden_size=8, num_hidden_layers=1, num_attention
             max_position_embeddings=LENGTH)  # fmt: skip
 
 
-def made(config, per_token=False, classes=3, **options):
+def made(config, per_token=False, classes=None, **options):
+    classes = classes or (TOKENS if per_token else 3)
     return build("transformers", (LENGTH,), classes, vocabulary=TOKENS, per_token=per_token, config=config, **options)
 
 
@@ -102,6 +103,26 @@ def test_a_module_of_ones_own_and_one_wrapped_by_peft_are_trained(peft):
     plain = merged(Network(result.model).module)
     assert not any("lora" in name for name, _ in plain.named_parameters())
     torch.testing.assert_close(plain.eval()(texts()[0]), Network(result.model).module.eval()(texts()[0]))
+
+
+@pytest.mark.parametrize("config", [GPT2, BERT], ids=lambda config: config["model_type"])
+def test_a_next_token_is_predicted_from_those_before_it(config):
+    module = Network(made(config, per_token=True)).module.eval()
+    texts = torch.randint(TOKENS, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    other = texts.clone()
+    other[0, -1] = (texts[0, -1] + 1) % TOKENS
+    torch.testing.assert_close(module(texts)[0, :-1], module(other)[0, :-1])
+
+
+def test_a_model_that_sees_the_tokens_it_would_predict_is_refused():
+    config = dict(model_type="xlm", emb_dim=8, n_layers=1, n_heads=2)
+    with pytest.raises(RecipeError, match="xlm sees the tokens that it would have to predict"):
+        made(config, per_token=True)
+
+
+@pytest.mark.parametrize("config", [GPT2, BERT], ids=lambda config: config["model_type"])
+def test_tokens_can_have_other_classes(config):
+    assert Network(made(config, per_token=True, classes=4)).module(texts()[0]).shape[1:] == (LENGTH, 4)
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv", "gpt2"])

@@ -217,8 +217,10 @@ def _raw(table: Any, columns: Columns, size: tuple[int, int] | None) -> Raw:
     labels = _values(table, columns.label)
     tokens = len(columns.inputs) == 1 and _kind(table, first) == "ids"
     if tokens:
-        inputs: Any = _tokens(table, first)
-        labels = _padded(labels, inputs.shape[1], IGNORED) if _kind(table, columns.label) == "ids" else labels
+        each = [columns.label] if _kind(table, columns.label) == "ids" else []
+        rows, *theirs = _token_rows(table, first, *each)
+        inputs: Any = _padded(rows, max(map(len, rows)), PADDING)
+        labels = _padded(theirs[0], inputs.shape[1], IGNORED) if theirs else labels
     elif len(columns.inputs) == 1:
         inputs = _images(table, first, size) if _kind(table, first) == "image" else _numbers(table, first)
     else:
@@ -238,12 +240,21 @@ def _numbers(table: Any, column: str) -> NDArray[Any]:
     return array
 
 
-def _tokens(table: Any, column: str) -> Ids:
-    rows = [np.asarray(row, np.int64) for row in _values(table, column)]
-    if "attention_mask" in table.column_names:
-        masks = [np.asarray(row) for row in _values(table, "attention_mask")]
-        rows = [row[mask.astype(bool)] for row, mask in zip(rows, masks, strict=True)]
-    return _padded(rows, max(map(len, rows)), PADDING)
+def _token_rows(table: Any, *columns: str) -> list[list[Ids]]:
+    """Token ids and their labels, without the positions that `attention_mask` leaves out."""
+    masked = "attention_mask" in table.column_names
+    names = (*columns, "attention_mask") if masked else columns
+    found = [[np.asarray(row, np.int64) for row in _values(table, name)] for name in names]
+    for number, row in enumerate(zip(*found, strict=True)):
+        for name, entries in zip(names, row, strict=True):
+            if len(entries) != len(row[0]):
+                raise DataError(
+                    f"datasets: row {number} has {len(row[0])} entries in {columns[0]!r} and {len(entries)} in {name!r}"
+                )
+    if not masked:
+        return found
+    *found, masks = found
+    return [[row[mask != 0] for row, mask in zip(rows, masks, strict=True)] for rows in found]
 
 
 def _padded(rows: Any, width: int, fill: int) -> Ids:

@@ -164,14 +164,14 @@ def narrow(tokens: Ids, vocabulary: int) -> NDArray[np.signedinteger[Any]]:
 
 
 def read_utf8(path: Path) -> str:
-    """Read a text file.
+    """Read a text file, without its byte order mark if it has one.
 
     Raises:
         DataError: it is missing, too long or not UTF-8; the message names it.
     """
     try:
         with opened(path) as stream:
-            return read_at_most(path, stream, LONGEST).decode("utf-8")
+            return read_at_most(path, stream, LONGEST).decode("utf-8-sig")
     except FileNotFoundError:
         raise DataError(f"{path} is missing") from None
     except UnicodeDecodeError as error:
@@ -219,7 +219,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
     Raises:
         DataError: a line is not such an object; the message names its number.
     """
-    for number, line in enumerate(read_utf8(path).splitlines(), start=1):
+    for number, line in enumerate(read_utf8(path).split("\n"), start=1):
         if line.strip():
             try:
                 row = json.loads(line)

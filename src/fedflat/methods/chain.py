@@ -114,6 +114,13 @@ class Method:
         for link in self._all():
             link.part.fits(layout)
 
+    def refuse_without_classes(self, task: str) -> None:
+        """Raise a RecipeError if a part, or one that it wraps, takes for classes what the task's outputs are not."""
+        for link in self._all():
+            if link.part.needs_classes:
+                name = type(link.part).__name__
+                raise RecipeError(f"method: {name} compares probabilities of classes, and task = {task!r} has none")
+
     def sent_sizes(self, layout: Layout) -> dict[str, int]:
         """Return the sizes of all vectors that the server sends for a model, including the weights."""
         return {"weights": layout.size, **resolved(self._found.sent, layout)}

@@ -16,7 +16,12 @@ from fedflat.local import LocalRule, Vectors
 from fedflat.methods.part import Part, Protection, Sight, Stage, Wrapper
 from fedflat.methods.uploads import Upload
 
-DECLARED = {"stage": get_args(Stage), "sees": get_args(Sight), "protects": get_args(Protection)}
+DECLARED: dict[str, tuple[object, ...]] = {
+    "stage": get_args(Stage),
+    "sees": get_args(Sight),
+    "protects": get_args(Protection),
+    "needs_classes": (False, True),
+}
 T = TypeVar("T")
 
 

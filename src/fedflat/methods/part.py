@@ -61,6 +61,7 @@ def option(
     high: float = math.inf,
     open_low: bool = False,
     choices: tuple[Any, ...] = (),
+    open_high: bool = False,
 ) -> Any:
     """Declare a hyper-parameter of a part: a dataclass field with its meaning and its range or choices.
 
@@ -71,12 +72,13 @@ def option(
         high: the largest value.
         open_low: whether `low` itself is excluded.
         choices: the allowed values, in place of a range.
+        open_high: whether `high` itself is excluded.
 
     Returns:
         The field. A part raises a RecipeError for a value outside of the range.
     """
     kind = bool if isinstance(default, bool) else int if isinstance(default, int) else float
-    return field(default=default, metadata={"doc": doc, "range": Range(kind, low, high, open_low, choices)})
+    return field(default=default, metadata={"doc": doc, "range": Range(kind, low, high, open_low, choices, open_high)})
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Range:
     high: float = math.inf
     open_low: bool = False
     choices: tuple[Any, ...] = ()
+    open_high: bool = False
 
     def __contains__(self, value: Any) -> bool:
         if self.choices:
@@ -104,7 +107,8 @@ class Range:
         right_kind = isinstance(value, int) or (
             self.kind is float and isinstance(value, float) and math.isfinite(value)
         )
-        return right_kind and self.low <= value <= self.high and not (self.open_low and value == self.low)
+        excluded = (self.open_low and value == self.low) or (self.open_high and value == self.high)
+        return right_kind and self.low <= value <= self.high and not excluded
 
     def __str__(self) -> str:
         if self.choices:
@@ -115,8 +119,9 @@ class Range:
         number = "a whole number" if self.kind is int else "a number"
         if math.isinf(self.high):
             return number if math.isinf(self.low) else f"{number} {'>' if self.open_low else '≥'} {self.low:g}"
-        if self.open_low:
-            return f"{number} > {self.low:g} and ≤ {self.high:g}"
+        if self.open_low or self.open_high:
+            above, below = ">" if self.open_low else "≥", "<" if self.open_high else "≤"
+            return f"{number} {above} {self.low:g} and {below} {self.high:g}"
         return f"{number} from {self.low:g} to {self.high:g}"
 
 
@@ -143,6 +148,8 @@ class Part:
     sees: ClassVar[Sight] = "average"
     # What it protects: each upload on the client, or the average on the server.
     protects: ClassVar[Protection] = ""
+    # Whether it takes a model's outputs as logits of classes, which those for values or for several labels are not.
+    needs_classes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for f in fields(self):

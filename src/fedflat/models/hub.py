@@ -25,7 +25,10 @@ def transformers(
     config: Mapping[str, Any] | None = None,
     folder: str | None = None,
 ) -> nn.Module:
-    """Build a model of the `transformers` library: one that predicts every next token, or a text classifier.
+    """Build a model of the `transformers` library: one that predicts every next token, or classifies tokens or texts.
+
+    If every token has an output and the classes are the tokens, the model predicts the next token, and must not see it:
+    models that read in both directions, such as BERT, become decoders or are refused.
 
     It is built from a configuration, with random weights, or from a folder in the hub's format with config.json and
     model.safetensors. Names of models on the hub are refused: nothing is downloaded. Code in a folder is never run,
@@ -36,7 +39,7 @@ def transformers(
         shape: shape of a sample: the number of tokens.
         classes: number of outputs.
         vocabulary: number of tokens.
-        per_token: whether every token has an output.
+        per_token: whether every token has an output: a class, or the next token if there are as many classes as tokens.
         config: `model_type` ("gpt2", "bert" …) and the fields of its configuration; the vocabulary follows from the
             data.
         folder: a local folder.
@@ -54,7 +57,14 @@ def transformers(
         settings = _from_folder(folder, vocabulary) if folder else _from_config(config or {}, vocabulary, per_token)
     _refuse_short(settings, shape)
     settings.num_labels = classes
-    return _built(settings, folder, per_token)
+    if not per_token or classes != vocabulary:
+        return _built(settings, folder, "TokenClassification" if per_token else "SequenceClassification")
+    if hasattr(settings, "is_decoder"):
+        settings.is_decoder = True
+    module = _built(settings, folder, "CausalLM")
+    if _looks_ahead(module, shape[0], vocabulary):
+        raise RecipeError(f"model transformers: {settings.model_type} sees the tokens that it would have to predict")
+    return module
 
 
 def _from_config(config: Mapping[str, Any], vocabulary: int, per_token: bool) -> Any:
@@ -112,14 +122,25 @@ def _prepared(settings: Any) -> Any:
 
 def _refuse_short(settings: Any, shape: Shape) -> None:
     most = getattr(settings, "max_position_embeddings", None)
-    if len(shape) != 1 or (most is not None and shape[0] > most):
+    if len(shape) != 1 or (most is not None and 0 < most < shape[0]):  # XLNet says -1 for any length
         raise RecipeError(f"model transformers: reads up to {most} tokens, and a sample has the shape {tuple(shape)}")
 
 
-def _built(settings: Any, folder: str | None, per_token: bool) -> nn.Module:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+def _looks_ahead(module: nn.Module, length: int, vocabulary: int) -> bool:
+    """Whether another last token changes the logits of those before it."""
+    texts = torch.zeros(2, length, dtype=torch.long)
+    texts[1, -1] = vocabulary - 1
+    training = module.training
+    with torch.no_grad():
+        one, other = module.eval()(input_ids=texts).logits
+    module.train(training)
+    return not torch.allclose(one[:-1], other[:-1], rtol=1e-4, atol=1e-6)
 
-    kind: Any = AutoModelForCausalLM if per_token else AutoModelForSequenceClassification
+
+def _built(settings: Any, folder: str | None, head: str) -> nn.Module:
+    import transformers
+
+    kind: Any = getattr(transformers, f"AutoModelFor{head}")
     try:
         with _quiet():
             if folder is None:

@@ -75,6 +75,8 @@ class Problem:
             names = ", ".join(self.network.buffer_layout.shapes)
             raise RecipeError(f'model.buffers = "refuse", but the model has the buffers {names}')
         self.method.fits(self.network.layout)
+        if self.task.output in ("values", "labels"):
+            self.method.refuse_without_classes(self.task.name)
         guard = self.method.protection
         if self.deployed and isinstance(guard, Privacy):
             guard.refuse_seeded()

@@ -70,8 +70,8 @@ class CarriedAdamW(CarriedDescent):
 
     align: float = option(0.5, "weight α of the last global update", low=0)
     blocks: bool = option(True, "average v over each tensor")
-    beta1: float = option(0.9, "decay β₁ of the mean", low=0, high=1)
-    beta2: float = option(0.999, "decay β₂ of the square", low=0, high=1)
+    beta1: float = option(0.9, "decay β₁ of the mean", low=0, high=1, open_high=True)
+    beta2: float = option(0.999, "decay β₂ of the square", low=0, high=1, open_high=True)
     eps: float = option(1e-8, "ε beside the root", low=0, open_low=True)
 
     @property

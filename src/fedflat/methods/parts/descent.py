@@ -29,8 +29,8 @@ class LocalAdamW(Part):
     Deviations: none from torch.optim.AdamW.
     """
 
-    beta1: float = option(0.9, "decay β₁ of the mean", low=0, high=1)
-    beta2: float = option(0.999, "decay β₂ of the square", low=0, high=1)
+    beta1: float = option(0.9, "decay β₁ of the mean", low=0, high=1, open_high=True)
+    beta2: float = option(0.999, "decay β₂ of the square", low=0, high=1, open_high=True)
     eps: float = option(1e-8, "ε beside the root", low=0, open_low=True)
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
@@ -66,8 +66,8 @@ class LocalMuon(Part):
 
     momentum: float = option(0.95, "momentum μ", low=0, high=1)
     steps: int = option(5, "Newton–Schulz iterations", low=1)
-    beta1: float = option(0.9, "β₁ of AdamW for biases and norms", low=0, high=1)
-    beta2: float = option(0.999, "β₂ of AdamW for biases and norms", low=0, high=1)
+    beta1: float = option(0.9, "β₁ of AdamW for biases and norms", low=0, high=1, open_high=True)
+    beta2: float = option(0.999, "β₂ of AdamW for biases and norms", low=0, high=1, open_high=True)
     eps: float = option(1e-8, "ε of AdamW for biases and norms", low=0, open_low=True)
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:

@@ -78,6 +78,8 @@ class Distillation(Part):
     perturbation, its scale does not matter. In the ablations that also minimise it (A2 to A6) it has no factor τ².
     """
 
+    needs_classes = True
+
     tau: float = option(3.0, "temperature τ", low=0, open_low=True)
     beta: float = option(1.0, "weight β", low=0)
 
@@ -112,6 +114,8 @@ class NotTrueDistillation(Part):
 
     Deviations: none.
     """
+
+    needs_classes = True
 
     beta: float = option(1.0, "weight β", low=0)
     tau: float = option(1.0, "temperature τ", low=0, open_low=True)
@@ -148,6 +152,7 @@ class MovingTeacher(Part):
     """
 
     stage = "evaluation"
+    needs_classes = True
 
     gamma: float = option(1.0, "weight γ", low=0)
     tau: float = option(3.0, "temperature τ", low=0, open_low=True)
