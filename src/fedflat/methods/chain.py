@@ -115,7 +115,14 @@ class Method:
             link.part.fits(layout)
 
     def refuse_without_classes(self, task: str) -> None:
-        """Raise a RecipeError if a part, or one that it wraps, takes for classes what the task's outputs are not."""
+        """Check that the method can do without classes.
+
+        Args:
+            task: name of a task whose outputs are not classes.
+
+        Raises:
+            RecipeError: a part, or one that it wraps, takes the outputs for logits of classes.
+        """
         for link in self._all():
             if link.part.needs_classes:
                 name = type(link.part).__name__
