@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from scipy.io import savemat
 
+from fedflat import federate, train
 from fedflat.errors import DataError, RecipeError
 from fedflat.federation.datasets import DATASETS, Official, load
 from fedflat.federation.formats import CINIC10_CLASSES
@@ -274,6 +275,23 @@ def test_own_numbers_become_single_precision_and_keep_their_scale(tmp_path):
     assert (data.shape, data.mean, data.std) == ((3,), (0.0,), (1.0,))
 
 
+@pytest.mark.parametrize(
+    ("labels", "task", "outputs"),
+    [
+        (np.linspace(-1, 1, 6), "regression", 1),
+        (np.linspace(-1, 1, 12).reshape(6, 2), "regression", 2),
+        (np.eye(6, 3), "multi-label", 3),
+    ],
+)
+def test_own_floating_labels_are_values_to_predict_or_several_labels(tmp_path, labels, task, outputs):
+    path = own(tmp_path, y_train=labels[:4], y_test=labels[4:])
+    data = load("arrays", path)
+    assert (data.task, data.classes) == (task, outputs)
+    torch.testing.assert_close(data.train.labels, torch.tensor(labels[:4], dtype=torch.float32))
+    record = train(federate("arrays", "iid", 2, directory=path), rounds=1, engine="inline").history[-1]
+    assert {"regression": "r2", "multi-label": "map"}[task] in record
+
+
 def test_own_statistics_are_per_channel_or_for_all(tmp_path):
     images = {"x_train": np.zeros((4, 3, 5, 5), np.uint8), "x_test": np.zeros((2, 3, 5, 5), np.uint8)}
     data = load("arrays", own(tmp_path, **images, mean=np.array([0.1, 0.2, 0.3]), std=np.array(0.25)))
@@ -286,7 +304,12 @@ def test_own_statistics_are_per_channel_or_for_all(tmp_path):
     [
         ({"x_test": None, "y_test": None}, "own.npz has no array x_test; it has x_train, y_train"),
         ({"y_train": np.array([0, 1])}, "own.npz has y_train as 2 × int64; an integer for each of 4 samples"),
-        ({"y_train": np.zeros(4)}, "own.npz has y_train as 4 × float64; an integer"),
+        ({"y_train": np.zeros(4)}, "own.npz has labels of different shape or type in y_train and y_test"),
+        (
+            {"y_train": np.zeros((4, 2, 2))},
+            r"own.npz has y_train of shape \(4, 2, 2\); a number or a row for each of 4",
+        ),
+        ({"y_train": np.array([0, 1, np.nan, 2])}, "own.npz has a number in y_train that is not finite"),
         ({"y_test": np.array([0, -1])}, "own.npz has the label -1 in y_test; labels count from 0"),
         ({"groups_test": np.array([1])}, "own.npz has groups_test as 1 × int64"),
         ({"x_train": np.zeros((4, 32, 32, 3), np.uint8)}, r"store images as \(N, C, H, W\)"),
