@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fedflat.errors import DataError
+from fedflat.errors import DataError, FedflatError
 from fedflat.federation import Dataset, Samples, corpora, federate, load
 from fedflat.federation.text import LETTERS, read_json_lines
 
@@ -158,6 +158,20 @@ def test_a_damaged_file_is_answered_in_a_sentence(tmp_path, name, content, messa
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         load(name, path if name in ("text", "jsonl") else tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"predict": "foo"}, "data.predict = 'foo': take next or all"),
+        ({"words": -3}, "data.words = -3: must be 0 or more"),
+        ({"shortest": 10**6}, "has no text of 1000000 characters; lower data.shortest"),
+    ],
+)
+def test_a_wrong_setting_is_named(tmp_path, options, message):
+    (tmp_path / "x.txt").write_text("to be or not to be " * 20)
+    with pytest.raises(FedflatError, match=message):
+        load("text", tmp_path / "x.txt", **options)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 
-from fedflat.errors import DataError
+from fedflat.errors import DataError, RecipeError
 from fedflat.federation.dataset import Dataset, Samples
 from fedflat.federation.formats import find
 from fedflat.federation.places import data_directory, own_path
@@ -55,6 +56,13 @@ class Cut:
     predict: Predict = "next"
     words: int = 0
     shortest: int = 0
+
+    def __post_init__(self) -> None:
+        if self.predict not in get_args(Predict):
+            raise RecipeError(f"data.predict = {self.predict!r}: take next or all")
+        for name in ("words", "shortest"):
+            if getattr(self, name) < 0:
+                raise RecipeError(f"data.{name} = {getattr(self, name)}: must be 0 or more")
 
     def samples(self, ids: Iterable[Ids], window: int) -> tuple[Ids, Ids]:
         """Return the inputs and labels of some documents."""
@@ -106,7 +114,10 @@ def plain_text(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
     for name, text in texts.items():
         if not text.strip():
             raise DataError(f"{name} is empty")
-    return _language_of("text", [text for text in texts.values() if len(text) >= cut.shortest], cut)
+    long = [text for text in texts.values() if len(text) >= cut.shortest]
+    if not long:
+        raise DataError(f"{path} has no text of {cut.shortest} characters; lower data.shortest")
+    return _language_of("text", long, cut)
 
 
 def json_lines(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
