@@ -202,6 +202,19 @@ def test_attention_is_known_by_its_class_too():
             {"targets": "0", "rank": 1, "also": "x"},
             "also = 'x' matches no layer and no",
         ),
+        *(
+            (nn.Sequential(nn.Linear(4, 2)), {"targets": "0", **wrong}, sentence)
+            for wrong, sentence in [
+                ({"rank": 1.5}, "rank = 1.5, where an integer"),
+                ({"rank": True}, "rank = True, where an integer"),
+                ({"alpha": float("nan")}, "alpha = nan, where a finite number above 0"),
+                ({"alpha": 0}, "alpha = 0, where"),
+                ({"alpha": "x"}, "alpha = 'x', where"),
+                ({"targets": 5}, "targets = 5, where a name"),
+                ({"also": [5]}, r"also = \[5\], where a name"),
+            ]
+        ),
+        (lora(nn.Linear(4, 2), 1, targets="all"), {"targets": "all"}, "the module has adapters already; `merged"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_in_one_sentence(module, options, sentence):

@@ -6,9 +6,10 @@ import socket
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fedflat import Dataset, Federation, Samples, train
+from fedflat import Dataset, Federation, Samples, federate, train
 from fedflat.errors import RecipeError
 from fedflat.flatness import Objective
 from fedflat.models import Network, build, lora, merged, unit
@@ -105,6 +106,16 @@ def test_a_module_of_ones_own_and_one_wrapped_by_peft_are_trained(peft):
     torch.testing.assert_close(plain.eval()(texts()[0]), Network(result.model).module.eval()(texts()[0]))
 
 
+def test_what_peft_merges_takes_the_inputs_that_it_took_before(peft):
+    """A trained model normalises raw inputs itself; the merged one must do so too."""
+    data = federate("digits", clients=4)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
+    wrapped = peft.get_peft_model(module, peft.LoraConfig(r=2, target_modules=["1", "3"]))
+    model = train(data, wrapped, rounds=1, lr=0.01, engine="inline").model
+    x = data.dataset.test.inputs[:20].float() / 255
+    torch.testing.assert_close(merged(model)(x), model(x))
+
+
 @pytest.mark.parametrize("config", [GPT2, BERT], ids=lambda config: config["model_type"])
 def test_a_next_token_is_predicted_from_those_before_it(config):
     module = Network(made(config, per_token=True)).module.eval()
@@ -187,9 +198,55 @@ def test_code_in_a_folder_is_never_run(folder):
         build("transformers", (LENGTH,), TOKENS, vocabulary=TOKENS, per_token=True, folder=str(folder))
 
 
+def change(folder, **fields):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def without(folder, part):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if part not in k}, folder / "model.safetensors", {"format": "pt"})
+
+
+def not_a_number(folder):
+    tensors = load_file(folder / "model.safetensors")
+    next(iter(tensors.values())).fill_(float("nan"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def cut_short(folder):
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda folder: change(folder, n_embd=16), "its config.json asks for weights that it does not hold: "),
+        (lambda folder: change(folder, n_layer=2), r"does not hold: transformer\.h\.1\."),
+        (lambda folder: change(folder, model_type="bert"), "its config.json asks for weights that it does not hold: "),
+        (lambda folder: without(folder, "mlp"), r"does not hold: transformer\.h\.0\.mlp\."),
+        (not_a_number, "has a number that is not finite"),
+        (cut_short, "the model cannot be built"),
+        (lambda folder: change(folder, n_embd="x"), "its config.json cannot be read"),
+    ],
+    ids=["width", "layers", "kind", "missing", "nan", "cut", "type"],
+)
+@pytest.mark.parametrize("per_token", [True, False])
+def test_a_folder_without_the_weights_of_its_model_is_refused(folder, spoil, sentence, per_token):
+    """Only the head of a classifier may be new: elsewhere the library would draw weights at random without a word."""
+    read = dict(vocabulary=TOKENS, per_token=per_token, folder=str(folder))
+    build("transformers", (LENGTH,), TOKENS if per_token else 3, **read)
+    spoil(folder)
+    with pytest.raises(RecipeError, match=rf"^model\.folder = .*: .*{sentence}"):
+        build("transformers", (LENGTH,), TOKENS if per_token else 3, **read)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        ({"config": {**GPT2, "n_embed": 8}}, "model.config.n_embed: gpt2 has no such field; did you mean n_embd"),
+        ({"config": {**GPT2, "vocab_size": "x"}}, "^model.config: "),
+        ({"config": {**GPT2, "n_head": 0}}, "^model.config: "),
         ({}, "give it either a config or a folder"),
         ({"config": {}}, r"model.config.model_type = '': is none of transformers' own"),
         ({"config": {**GPT2, "n_head": 3}}, "model.config"),

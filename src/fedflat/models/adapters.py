@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedflat.errors import RecipeError, shortened
 from fedflat.models.corrected import added, summed
 from fedflat.models.layout import Layout
-from fedflat.models.outputs import plain_output
+from fedflat.models.outputs import own_output, plain_output
 
 # The factors A of our layers and of peft's, by the end of a parameter's name.
 FACTOR = re.compile(r"(^|\.)lora_(a|A\.[^.]+\.weight)$")
@@ -117,12 +117,14 @@ def lora(
         generator: the generator for A; by default torch's global one.
 
     Raises:
-        RecipeError: a target matches no layer, or a layer is too small for the rank.
+        RecipeError: an argument is wrong, a target matches no layer, a layer is too small for the rank, or the module
+            has adapters already.
 
     >>> network = lora(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), rank=2, targets="0")
     >>> [name for name, parameter in network.named_parameters() if parameter.requires_grad]
     ['0.lora_a', '0.lora_b']
     """
+    _check(module, rank, alpha, targets, also)
     module = copy.deepcopy(module)
     layers = adaptable(module)
     chosen = _matching(targets, layers, module)
@@ -152,13 +154,32 @@ def merged(module: nn.Module) -> nn.Module:
         raise RecipeError(f"merged: is a {type(given).__name__}; give a module")
     module = copy.deepcopy(module)
     if merge := getattr(module, "merge_and_unload", None):
+        wrapped = own_output(module)
         module = plain_output(merge())
+        for hook in wrapped._forward_pre_hooks.values():  # such as the normalisation of raw inputs
+            module.register_forward_pre_hook(hook)
     for layer in [layer for layer in module.modules() if isinstance(layer, Adapter)]:
         # A new parameter: the weight may be tied to another layer's, which has no adapter.
         layer.weight = nn.Parameter(layer.weight.detach() + layer.product().detach())
         del layer.lora_a, layer.lora_b, layer.lora_scale
         layer.__class__ = type(layer).plain  # type: ignore[assignment]
     return module.requires_grad_(True)
+
+
+def _check(module: object, rank: object, alpha: object, targets: object, also: object) -> None:
+    """Check the types and ranges of what a user gives to `lora`."""
+    if not isinstance(module, nn.Module):
+        raise RecipeError(f"lora: is a {type(module).__name__}; give a module")
+    if is_adapted(module):
+        raise RecipeError("lora: the module has adapters already; `merged(module)` merges them")
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise RecipeError(f"lora: rank = {rank!r}, where an integer is expected")
+    number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    if alpha is not None and not (number and 0 < alpha < math.inf):  # type: ignore[operator]
+        raise RecipeError(f"lora: alpha = {alpha!r}, where a finite number above 0 is expected")
+    for name, value in (("targets", targets), ("also", also)):
+        if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
+            raise RecipeError(f"lora: {name} = {value!r}, where a name or a list of names is expected")
 
 
 def is_adapted(module: nn.Module) -> bool:

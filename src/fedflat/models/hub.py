@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedflat.errors import RecipeError
+from fedflat.errors import RecipeError, nearest, shortened
 from fedflat.models.networks import Shape
 
 
@@ -32,8 +32,8 @@ def transformers(
 
     It is built from a configuration, with random weights, or from a folder in the hub's format with config.json and
     model.safetensors. Names of models on the hub are refused: nothing is downloaded. Code in a folder is never run,
-    and weights are only read from safetensors. If the head of a classifier in a folder has another number of classes,
-    the library replaces it by a new one.
+    and weights are only read from safetensors. A classifier gets a new head if the folder has none, or one for another
+    number of classes; all other weights must be in the folder.
 
     Args:
         shape: shape of a sample: the number of tokens.
@@ -62,7 +62,9 @@ def transformers(
     if hasattr(settings, "is_decoder"):
         settings.is_decoder = True
     module = _built(settings, folder, "CausalLM")
-    if _looks_ahead(module, shape[0], vocabulary):
+    with _quiet():
+        looks_ahead = _looks_ahead(module, shape[0], vocabulary)
+    if looks_ahead:
         raise RecipeError(f"model transformers: {settings.model_type} sees the tokens that it would have to predict")
     return module
 
@@ -77,12 +79,18 @@ def _from_config(config: Mapping[str, Any], vocabulary: int, per_token: bool) ->
     # Classifiers such as GPT-2 find the last token of a text by the padding after it, so the padding is a new token.
     own = {} if per_token else {"pad_token_id": vocabulary}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"))
-    fields = {"vocab_size": vocabulary + len(own), **ends, **own, **fields}
-    if int(fields["vocab_size"]) < vocabulary:
-        raise RecipeError(f"model.config.vocab_size = {fields['vocab_size']}: the data has {vocabulary} tokens")
     try:
-        return _prepared(CONFIG_MAPPING[kind](**fields))
-    except (ValueError, TypeError, RuntimeError) as error:
+        known = CONFIG_MAPPING[kind]()
+        for name in fields:
+            if not hasattr(known, name):  # the library would keep it, and use it nowhere
+                raise RecipeError(f"model.config.{name}: {kind} has no such field; {nearest(name, known.to_dict())}")
+        settings = CONFIG_MAPPING[kind](**{"vocab_size": vocabulary + len(own), **ends, **own, **fields})
+        if settings.vocab_size < vocabulary:
+            raise RecipeError(f"model.config.vocab_size = {settings.vocab_size}: the data has {vocabulary} tokens")
+        return _prepared(settings)
+    except RecipeError:
+        raise
+    except Exception as error:  # each of the library's models refuses in its own way
         raise RecipeError(f"model.config: {_first_line(error)}") from None
 
 
@@ -99,7 +107,7 @@ def _from_folder(folder: str, vocabulary: int) -> Any:
         raise RecipeError(f"model.folder = {folder!r}: holds no .safetensors, and other formats are not read")
     try:
         settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # each of the library's models refuses in its own way
         raise RecipeError(f"model.folder = {folder!r}: its config.json cannot be read ({_first_line(error)})") from None
     if settings.vocab_size < vocabulary:
         raise RecipeError(
@@ -143,23 +151,40 @@ def _built(settings: Any, folder: str | None, head: str) -> nn.Module:
     kind: Any = getattr(transformers, f"AutoModelFor{head}")
     try:
         with _quiet():
+            module: nn.Module
             if folder is None:
                 module = kind.from_config(settings, trust_remote_code=False)
-            else:
-                module = kind.from_pretrained(
-                    Path(folder),
-                    config=settings,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                    dtype=torch.float32,
-                    ignore_mismatched_sizes=True,
-                )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+                return module
+            module, found = kind.from_pretrained(
+                Path(folder),
+                config=settings,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # each of the library's models refuses in its own way
         source = "model.config" if folder is None else f"model.folder = {folder!r}"
         raise RecipeError(f"{source}: the model cannot be built ({_first_line(error)})") from None
-    built: nn.Module = module
-    return built
+    _refuse_new(module, found, folder, head)
+    for name, parameter in module.named_parameters():
+        if not parameter.isfinite().all():
+            raise RecipeError(f"model.folder = {folder!r}: {name} has a number that is not finite")
+    return module
+
+
+def _refuse_new(module: nn.Module, found: Mapping[str, Any], folder: str, head: str) -> None:
+    """Refuse a model some of whose weights the folder does not have: the library would draw them at random."""
+    new = {*found["missing_keys"], *(key[0] for key in found["mismatched_keys"])}
+    if head != "CausalLM":
+        body = f"{getattr(module, 'base_model_prefix', '')}."
+        # The pooler belongs to the classifier's head: language models are saved without one.
+        new = {name for name in new if name.startswith(body) and ".pooler." not in name}
+    if new:
+        first = shortened(", ".join(sorted(new)))
+        raise RecipeError(f"model.folder = {folder!r}: its config.json asks for weights that it does not hold: {first}")
 
 
 @contextmanager
