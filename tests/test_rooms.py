@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ def room_of(file: Path) -> str:
     return file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@cache
 def imports(file: Path) -> list[tuple[str, ...]]:
     """The modules of fedflat that a file imports, lazily or not, as tuples of names below the package."""
     found = []

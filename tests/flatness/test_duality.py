@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.func import functional_call
 
@@ -506,6 +505,8 @@ def test_a_mistake_gives_one_sentence(call, error, sentence):
 
 def test_the_gap_of_a_trained_network_sits_in_few_directions():
     """An MLP without bias, its second layer, the full Hessian; the figures are those of each test sample's twin."""
+    from sklearn.datasets import load_digits  # takes seconds, which every worker would spend while it collects tests
+
     data = load_digits()
     x, y = torch.tensor(data.data / 16), torch.tensor(data.target)
     train, test = (x[:400], y[:400]), (x[400:700], y[400:700])
