@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -34,9 +35,37 @@ def keep_freed_memory(below: int = 32 * 2**20) -> None:
     _glibc("mallopt", MMAP_THRESHOLD, below)
 
 
-def give_freed_memory_back() -> None:
-    """Return unused pages between blocks in use to the system, until they are needed again."""
-    _glibc("malloc_trim", 0)
+class HeapSizes(ctypes.Structure):
+    """The result of glibc's mallinfo2; the first field is the size of the heap in bytes."""
+
+    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in ("heap", *(f"unused{k}" for k in range(9)))]
+
+
+class Trim:
+    """Returns unused pages between blocks in use to the system, as long as the heap reaches new sizes.
+
+    Blocks of the first clients do not fit into the holes that others left, so the heap grows at first. When it does not
+    grow any more, the next client needs the same pages again, and to fault them in would take 5 % of the time of a
+    large network.
+    """
+
+    def __init__(self) -> None:
+        self._largest = 0
+
+    def __call__(self) -> None:
+        size = _heap_size()
+        if size is None or size > self._largest:
+            _glibc("malloc_trim", 0)
+        self._largest = max(self._largest, size or 0)
+
+
+def _heap_size() -> int | None:
+    """Return the size of the heap in bytes; None if the C library does not tell."""
+    with suppress(OSError, AttributeError):
+        report = ctypes.CDLL(None).mallinfo2
+        report.restype = HeapSizes
+        return int(report().heap)
+    return None
 
 
 class FirstStepApart:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.engine.heap import give_freed_memory_back, settled_worker
+from fedflat.engine.heap import Trim, settled_worker
 from fedflat.engine.shared import RECORD, Failure, Numbers, Shared, Task
 from fedflat.engine.store import FREED
 from fedflat.errors import FedflatError
@@ -23,6 +23,7 @@ from fedflat.methods import Upload
 from fedflat.rounds import ABOUT, Broadcast, Problem, Questions, Score, Worker, failure, misfit, misfit_memory
 
 WATCH = 0.2  # seconds between checks that the server is alive
+give_freed_memory_back = Trim()  # there is one heap in a process
 
 
 def serve(
@@ -90,7 +91,7 @@ def _local_rounds(worker: Worker, shared: Shared, task: Task) -> list[Numbers | 
     shared.memory.release(clients)
     del trained
     if worker.problem.network.weights.nbytes >= FREED:
-        give_freed_memory_back()  # otherwise the heap grows at first: new blocks do not fit into old holes
+        give_freed_memory_back()
     return answers
 
 
