@@ -18,7 +18,7 @@ from fedflat.recipe import load
 from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.sweep import load_sweep
-from fedflat.runs.tune import Plan, final_sweep, promoted, read_space, rungs, search, spent, to_optuna
+from fedflat.runs.tune import Plan, final_sweep, promoted, read_space, rows, rungs, search, spent, to_optuna
 
 SMALL = (
     "data.limit=300", 'model={name="mlp", hidden=[8]}', "split.clients=4", "split.alpha=1.0", "server.cohort=2",
@@ -302,3 +302,11 @@ def test_optuna_refuses_the_trials_of_another_space_in_one_sentence(tmp_path):
             to_optuna(plan, found, storage, "mine")
     with pytest.raises(RecipeError, match="cannot be written"):
         to_optuna(plan, found, storage, "mine")
+
+
+def test_the_table_counts_the_trials_that_failed(tmp_path):
+    def unless_tiny(sweep, folder):
+        here(replace(sweep, points=tuple(p for p in sweep.points if p.recipe.local.lr > 1e-6)), folder)
+
+    (found,) = search(small(1, space=("local.lr=0.1,1e-9",), trials=2), tmp_path, unless_tiny)
+    assert rows([found])[0]["combinations"] == "2 of 2, 1 failed"

@@ -291,12 +291,17 @@ def read_tuned(path: Path) -> list[Tuned]:
     return found
 
 
+def _failures(tuned: Tuned) -> str:
+    failed = sum(None in trial.scores.values() for trial in tuned.trials)
+    return f", {failed} failed" if failed else ""
+
+
 def rows(found: Sequence[Tuned]) -> list[dict[str, str]]:
     """The budget and the result of each method, as rows of a table."""
     return [
         {
             "method": each.method,
-            "combinations": f"{len(each.trials)} of {each.combinations}",
+            "combinations": f"{len(each.trials)} of {each.combinations}{_failures(each)}",
             "rounds given": str(each.given),
             "rounds used": str(each.used),
             "best settings": ", ".join(f"{n} = {spelled(v)}" for n, v in (each.best or {}).items()) or "all failed",
