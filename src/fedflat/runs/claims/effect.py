@@ -79,6 +79,8 @@ class Effect:
         means: mean quantity of the runs in question, and of those they are compared with (None if there are none).
         printed: what the paper prints.
         pooled: for a ranking, τ over all runs at once, with the ends of its jackknife interval.
+        left_out: the number of seeds whose runs are there but lack the quantity: it is missing, not finite, or not
+            positive where a ratio needs it. The effect is that of the other seeds.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Effect:
     means: tuple[float | None, float | None] = (None, None)
     printed: str = ""
     pooled: tuple[float, float, float] | None = None
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def state_of(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> 
     else:
         judged = [_effect(claim, part, studies[claim.study_of(part)], evidence) for part in claim.part]
     rows = [evidence.of(study, point) for study in studies.values() for point in claim.points(study)]
-    seconds = sum(row["metrics"].get("seconds", 0.0) for row in rows if row)
+    seconds = sum(value_of(row, "seconds") or 0.0 for row in rows if row)
     controls = set(claim.ranking.beside) if claim.ranking else set()
     word, more = concluded([part for effect, part in judged if effect.name not in controls], claim.need)
     effects = tuple(effect for effect, _ in judged)
@@ -145,12 +148,28 @@ def _effect(claim: Claim, part: Part, study: Sweep, evidence: Evidence) -> tuple
     bound = scale(part.limit)
     found = judge(values, bound, part.direction)
     if part.compare == "ratio":
-        ends = (math.exp(found.mean), math.exp(found.low), math.exp(found.high))
+        ends = (_exp(found.mean), _exp(found.low), _exp(found.high))
         found = Finding(found.word, *ends, found.seeds, found.more)
     unit = part.compare if part.against is not None else "value"
     means = (_mean([mine[s] for s in seeds]), _mean([theirs[s] for s in seeds if s in theirs]))
-    shown = Effect(part.name, found, part.limit, part.direction, unit, values, means, part.printed)
+    left_out = len(_paired(part, known)) - len(seeds)
+    shown = Effect(part.name, found, part.limit, part.direction, unit, values, means, part.printed, left_out=left_out)
     return shown, Hypothesis(values, bound, part.direction)
+
+
+def _paired(part: Part, known: Sequence[tuple[Point, Row]]) -> set[int]:
+    """The seeds of which all runs are known that the part needs, whether these have the quantity or not."""
+    groups = [chosen for chosen in (part.of, part.against) if chosen is not None]
+    seeds = [{point.recipe.seed for point, _ in known if matches(point, chosen)} for chosen in groups]
+    return set.intersection(*seeds)
+
+
+def _exp(value: float) -> float:
+    """The exponential, infinite where it is too large for a float: the interval of two seeds can be that wide."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def _mean(values: Sequence[float]) -> float | None:
