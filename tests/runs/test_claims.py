@@ -12,6 +12,7 @@ from fedflat.cli import app
 from fedflat.errors import RecipeError, RunError
 from fedflat.report.svg_plots import forest
 from fedflat.report.verdicts import seeds_text
+from fedflat.rounds.cohort import cohort_seed, draw_cohort
 from fedflat.runs.build import prepare
 from fedflat.runs.claims import (
     Evidence,
@@ -516,3 +517,18 @@ def test_two_studies_of_one_name_are_refused(bench):
     for name in ("another", "mine"):
         with pytest.raises(RecipeError, match=r"the (study rates|claim mine) has the name of another one"):
             app(["claims", mine, str(folder / "other" / f"{name}.toml"), "--list"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("name", shipped_claims())
+def test_a_claim_whose_seeds_share_their_cohorts_says_so(name):
+    """The draws of some authors do not depend on the seed: the interval is about less than it seems."""
+    claim = load_claim(name)
+    for study in load_studies(claim).values():
+        points = {point.recipe.seed: point.recipe for point in claim.points(study)}
+        alone = study.name in ("step-cost", "duality-mnist", "duality-cifar10")  # one client, or one round
+        drawn = {
+            str([draw_cohort(r.server, r.split.clients, cohort_seed(r, s), t) for t in range(9)])
+            for s, r in points.items()
+        }
+        if len(drawn) < len(points) and not alone:
+            assert any("cohorts" in note for note in claim.notes), study.name
