@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from fedflat.report.method_pages import pages
+from fedflat.report.method_runs import studied
 
 FOLDER = Path(__file__).parents[2] / "docs" / "methods"
 
@@ -10,3 +13,27 @@ FOLDER = Path(__file__).parents[2] / "docs" / "methods"
 def test_every_method_has_its_page_and_every_page_is_current():
     written = {file.name: file.read_text("utf-8") for file in FOLDER.glob("*.md")}
     assert written == pages(), "run: make results"
+
+
+def test_every_run_stands_beside_its_papers_number():
+    """Only the fixed radius has none: the paper shows it in a picture alone."""
+    without = {(each.study, each.method) for each in studied() if not each.paper}
+    assert without <= {("fashion-sol", "fedsol(rho=2.0, radius='fixed')")}
+
+
+@pytest.mark.parametrize(
+    ("study", "method", "number"),
+    [
+        ("fashion-mlp", "fedavg + man(0.15)", "52.0 (CIFAR-100, δ = 0.3)"),
+        ("fashion-mlp", "feddyn(0.1)", "83.22 ± 0.18 (CIFAR-10, Dirichlet, u = 0.6)"),
+        ("fashion-mlp", "fedspeed", "50.95 (CIFAR-100, δ = 0.3)"),
+        ("fashion-sol", "fedsol(rho=2.0, radius='dim0')", "64.13 ± 0.46 (LDA, CIFAR-10, α = 0.1)"),
+        ("fashion-sol", "fedsol(rho=2.0, radius='dim0', scope='head')", "63.25 (Head, ρ = 2.0)"),
+        ("fashion-sol", "fedsol(rho=0.5, radius='dim0')", "61.17 (All, ρ = 0.5)"),
+        ("fashion-sol", "fedbabu", "personalised: 89.2 ± 8.4 (FedBabu, e = 5, CIFAR-10; ours "),
+        ("cifar10-lenet-small", "fedsmoo", "80.82 ± 0.17 (CIFAR-10, Dirichlet, u = 0.1)"),
+    ],
+)
+def test_the_number_is_that_of_the_papers_own_row_and_column(study, method, number):
+    (found,) = (each for each in studied() if (each.study, each.method) == (study, method))
+    assert found.paper.startswith(number)

@@ -10,6 +10,9 @@ from scipy import stats
 
 from fedflat.cli import app
 from fedflat.errors import RecipeError, RunError
+from fedflat.report.svg_plots import forest
+from fedflat.report.verdicts import seeds_text
+from fedflat.rounds.cohort import cohort_seed, draw_cohort
 from fedflat.runs.build import prepare
 from fedflat.runs.claims import (
     Evidence,
@@ -249,6 +252,11 @@ def test_a_damaged_line_is_named(bench):
         ({"of": '{ method = "fedsam" }'}, "no run of the study rates"),
         ({"of": '{ method = "fedavg" }'}, "several runs of one seed"),
         ({"study": '"../rates"'}, "there is no study"),
+        ({"study": f'"{"x" * 5000}"'}, "there is no study"),
+        ({"bound": "nan"}, "finite"),
+        ({"bound": "-inf"}, "finite"),
+        ({"quantity": '"rounds_to_target"', "target": "inf"}, "finite"),
+        ({"against": '{ method = "fedavg", rate = "usual" }'}, "are the same runs"),
         ({"colour": "1"}, "colour"),
     ],
 )
@@ -374,3 +382,153 @@ def test_a_run_of_an_earlier_version_counts_if_the_new_fields_have_their_default
     asked["local"]["lr"] = 0.3
     (folder / "result.json").write_text(json.dumps({"asked": asked}))
     assert not finished(folder, point)
+
+
+RANKED = """
+title = "Flat is good"
+paper = "Folklore"
+here = "Digits"
+
+[ranking]
+quantity = "loss"
+measures = ["lambda1", "trace"]
+studies = ["rates"]
+"""
+
+
+def results(folder, metrics, name="rates"):
+    """Evidence of the study with these metrics: a function of the number of the run, in the order of the grid."""
+    study = load_sweep(folder / "studies" / f"{name}.toml")
+    rows = [
+        {"digest": digest(p), "values": p.values, "metrics": metrics(i), "curve": []}
+        for i, p in enumerate(study.points)
+    ]
+    return {row["digest"]: row for row in rows}
+
+
+def test_a_seed_of_two_studies_counts_once(bench):
+    """The same runs under two names are no further evidence: the number of seeds and all intervals stay."""
+    folder, written = bench
+    (folder / "studies" / "again.toml").write_text(STUDY)
+    chance = np.random.default_rng(2)
+    values = [
+        dict(zip(("loss", "lambda1", "trace"), map(float, chance.normal(size=3)), strict=True)) for _ in range(12)
+    ]
+    known = Evidence({name: results(folder, values.__getitem__, name) for name in ("rates", "again")})
+    once = judged(written(RANKED, "once"), known)
+    twice = judged(written(RANKED.replace('["rates"]', '["rates", "again"]'), "twice"), known)
+    assert once.effects == twice.effects and once.effects[0].finding.seeds == 3
+
+
+def test_runs_that_lack_the_quantity_are_counted(bench):
+    """A ratio has no logarithm of a trace that is not positive, and a loss may be infinite; a table says so."""
+    folder, written = bench
+    path = written(changed(quantity='"trace"', compare='"ratio"'))
+    for bad in (-1.0, 0.0, np.inf, np.nan, None):
+        # The runs of `usual` are 0, 1 and 2, those of `tiny` 3, 4 and 5.
+        known = Evidence({"rates": results(folder, lambda i, bad=bad: {"trace": bad if i == 4 else 1.0 + i})})
+        for row in known.rows["rates"].values():
+            row["metrics"] = {name: value for name, value in row["metrics"].items() if value is not None}
+        (effect,) = judged(path, known).effects
+        assert (effect.finding.seeds, effect.left_out) == (2, 1) and seeds_text(effect) == "2 (1 left out)"
+    whole = Evidence({"rates": results(folder, lambda i: {"trace": 1.0 + i})})
+    assert judged(path, whole).effects[0].left_out == 0
+
+
+def test_a_ratio_beyond_all_floats_has_a_verdict_and_a_picture(bench):
+    folder, written = bench
+    extremes = [1e-300, 1e300, 1.0, 1e300, 1e-300, 2.0]
+    known = Evidence({"rates": results(folder, lambda i: {"loss": extremes[i % 6], "seconds": np.nan})})
+    state = judged(written(changed(quantity='"loss"', compare='"ratio"')), known)
+    assert state.word == "undecided" and state.hours == 0 and state.effects[0].finding.high == np.inf
+    assert "nan" not in forest(state.effects, "t")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"metrics": {"loss": 10**400}}, "not a valid result"),
+        ({"metrics": {"loss": True}}, "not a valid result"),
+        ({"curve": [[1, float("nan")]]}, "not a valid result"),
+        ({"curve": [[0.5, 1.0]]}, "not a valid result"),
+        ({"curve": [[-1, 1.0]]}, "not a valid result"),
+        ({"digest": ["0"]}, "not a valid result"),
+        ({"metrics": {"loss": 2.0}}, "line 2 has other results than an earlier line of the same run"),
+    ],
+)
+def test_a_line_that_cannot_be_is_named(bench, fields, sentence):
+    folder, _ = bench
+    kept = folder / "kept"
+    kept.mkdir()
+    good = {"digest": "0", "values": {}, "metrics": {"loss": float("nan")}, "curve": [[1, 0.5]]}
+    (kept / "rates.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(good)}\n")
+    assert len(Evidence.read([kept]).rows["rates"]) == 1, "the same line twice is harmless"
+    (kept / "rates.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps({**good, **fields})}\n")
+    with pytest.raises(RunError, match=sentence):
+        Evidence.read([kept])
+
+
+def test_lines_that_another_process_has_added_stay(bench):
+    folder, _ = bench
+    study, rows = load_sweep(folder / "studies" / "rates.toml"), results(folder, lambda i: {"loss": float(i)})
+    first, *others = rows
+    Evidence({"rates": {first: rows[first]}}).write(study, folder / "kept")
+    Evidence({"rates": {each: rows[each] for each in others}}).write(study, folder / "kept")
+    assert Evidence.read([folder / "kept"]).rows["rates"] == rows
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ('["lambda1", "trace"]', '["lambda1", "loss"]', "'loss' is named twice"),
+        ('["rates"]', '["rates", "rates"]', "'rates' is named twice"),
+        ('["lambda1", "trace"]', '["lambda1"]\nbeside = ["lambda1"]', "'lambda1' is named twice"),
+        ('["lambda1", "trace"]', '["rounds_to_target"]', "needs a target"),
+        ("\n[ranking]", "pilot = [0, 1, 2]\n[ranking]", "no run of the study rates is outside of the pilot"),
+    ],
+)
+def test_a_ranking_that_means_nothing_is_refused(bench, before, after, sentence):
+    _, written = bench
+    path = written(RANKED.replace(before, after))
+    with pytest.raises(RecipeError, match=sentence):
+        load_studies(load_claim(path), path.parent)
+
+
+def test_a_quantity_that_no_run_has_is_a_sentence_after_the_table(bench, capsys):
+    folder, written = bench
+    (folder / "kept").mkdir()
+    rows = results(folder, lambda i: {"accuracy_last": 0.5, "loss": 1.0 + i}).values()
+    (folder / "kept" / "rates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for fields in ({"quantity": '"acuracy_last"'}, {"against_quantity": '"acuracy_last"'}):
+        command = ["claims", str(written(changed(**fields))), "--dry", "--results", str(folder / "kept")]
+        with pytest.raises(RecipeError, match=r"no run has the quantity acuracy_last; did you mean accuracy_last\?"):
+            app(command, standalone_mode=False)
+        assert "3 left out" in capsys.readouterr().out
+
+
+def test_two_studies_of_one_name_are_refused(bench):
+    folder, written = bench
+    (folder / "other" / "studies").mkdir(parents=True)
+    (folder / "other" / "studies" / "rates.toml").write_text(STUDY.replace("rounds = 2", "rounds = 3"))
+    (folder / "other" / "another.toml").write_text(CLAIM)
+    (folder / "other" / "mine.toml").write_text(CLAIM)
+    mine = str(written(CLAIM))
+    app(["claims", mine, mine, "--list"], standalone_mode=False)
+    for name in ("another", "mine"):
+        with pytest.raises(RecipeError, match=r"the (study rates|claim mine) has the name of another one"):
+            app(["claims", mine, str(folder / "other" / f"{name}.toml"), "--list"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("name", shipped_claims())
+def test_a_claim_whose_seeds_share_their_cohorts_says_so(name):
+    """The draws of some authors do not depend on the seed: the interval is about less than it seems."""
+    claim = load_claim(name)
+    for study in load_studies(claim).values():
+        points = {point.recipe.seed: point.recipe for point in claim.points(study)}
+        alone = study.name in ("step-cost", "duality-mnist", "duality-cifar10")  # one client, or one round
+        drawn = {
+            str([draw_cohort(r.server, r.split.clients, cohort_seed(r, s), t) for t in range(9)])
+            for s, r in points.items()
+        }
+        if len(drawn) < len(points) and not alone:
+            assert any("cohorts" in note for note in claim.notes), study.name

@@ -21,6 +21,7 @@ from fedflat.runs.build import gather, prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.lock import RunLock
 from fedflat.runs.sweep import (
+    Jobs,
     collect,
     jobs_for,
     load_sweep,
@@ -639,3 +640,23 @@ def test_two_sweeps_do_not_work_in_one_directory(trained, capsys):
         app(["sweep", "mine.toml"], standalone_mode=False)
     app(["sweep", "mine.toml"], standalone_mode=False)
     assert "written to sweeps/mine" in capsys.readouterr().out
+
+
+def test_a_run_that_another_process_works_on_is_waited_for(tmp_path, monkeypatch):
+    """After kill -9 the runs of a sweep go on without it, and the same command finds them at work."""
+    sweep = load_sweep(written(tmp_path, GRID)).only(["size=small", "seed=0"])
+    begun, seen = [], []
+    monkeypatch.setattr(Jobs, "_begin", lambda _, point: begun.append(point))
+    first = tmp_path / sweep.points[0].slug
+    first.mkdir()
+    orphan = RunLock(first)
+
+    def watch():
+        seen.append([*begun])
+        if len(seen) == 2:
+            orphan.close()
+
+    work = Jobs(sweep, tmp_path, 1, 1)
+    work.run(watch, lambda *_: None)
+    assert seen[0] == seen[1] == [*sweep.points[1:]], "all others begin at once"
+    assert begun == [*sweep.points[1:], sweep.points[0]] and not work.failed

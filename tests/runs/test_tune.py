@@ -18,7 +18,7 @@ from fedflat.recipe import load
 from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.sweep import load_sweep
-from fedflat.runs.tune import Plan, final_sweep, promoted, read_space, rungs, search, spent, to_optuna
+from fedflat.runs.tune import Plan, final_sweep, promoted, read_space, rows, rungs, search, spent, to_optuna
 
 SMALL = (
     "data.limit=300", 'model={name="mlp", hidden=[8]}', "split.clients=4", "split.alpha=1.0", "server.cohort=2",
@@ -236,3 +236,77 @@ def test_a_search_can_be_read_in_optunas_storage(tmp_path):
     assert study.best_value == found[0].score
     states = sorted(trial.state.name for trial in study.trials)
     assert states == ["COMPLETE", "PRUNED", "PRUNED"]
+
+
+def test_a_run_that_reached_its_loss_early_is_not_a_failed_one(tmp_path):
+    """The best rate is the one that first comes below `server.stop_loss`, and its run ends there."""
+    plan = small(space=("local.lr=1e-9,0.2,1e-8",), trials=3)
+    server = plan.recipe.server.model_copy(update={"stop_loss": 1.5})
+    plan = replace(plan, recipe=plan.recipe.model_copy(update={"server": server}))
+    (found,) = search(plan, tmp_path, here)
+    run = tmp_path / plan.point("fedavg", {"local.lr": 0.2}, 10_000, 9).slug
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) < 9 and records[-1]["train_loss"] < 1.5
+    assert found.best == {"local.lr": 0.2} and found.score is not None
+
+
+def test_trials_whose_directories_would_have_one_name_keep_theirs_in_all_stages(tmp_path):
+    plan = small(4, space=("local.clip=1e-20,1e+20",), trials=2, eta=2)
+    (found,) = search(plan, tmp_path, here)
+    assert found.best == {"local.clip": 1e20} and None not in [s for t in found.trials for s in t.scores.values()]
+    lengths = [len((run / "metrics.jsonl").read_text().splitlines()) for run in tmp_path.glob("fedavg*")]
+    assert sorted(lengths) == [2, 4], "the promoted run went on"
+
+
+def test_two_methods_that_become_the_same_are_one_in_the_final_sweep(tmp_path):
+    plan = small(1, ("fedsam({rho})", "fedsam(0.1)"), ("rho=0.1", "local.lr=0.1,1e-9"), trials=2)
+    first, second = search(plan, tmp_path, here)
+    worse = replace(second, best={"local.lr": 1e-9}, score=-1.0)
+    (tmp_path / "final.toml").write_text(final_sweep(plan, [first, worse], 2))
+    points = load_sweep(tmp_path / "final.toml").points
+    assert len(points) == 2 and {point.recipe.local.lr for point in points} == {first.best["local.lr"]}
+
+
+def test_two_processes_do_not_search_in_one_directory(tmp_path):
+    plan = small(1, space=("local.lr=0.1",), trials=1)
+
+    def another(*_):
+        search(plan, tmp_path, here)
+
+    with pytest.raises(RunError, match="another process is working on this search"):
+        search(plan, tmp_path, another)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--method", "fedsam({rho})", "--space", "rho=0.1,-1"), "rho"),
+        (("--space", "local.lr=0.1,-1"), "lr"),
+        (("--space", "local.lr=0.1", "--optuna", "nowhere://x"), "--optuna"),
+        (("--space", "local.lr=0.1", "--validation", "1"), "validation"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_trained(tmp_path, monkeypatch, arguments, sentence):
+    monkeypatch.setattr("fedflat.runs.sweep.Jobs.run", lambda *_: pytest.fail("it trained"))
+    with pytest.raises(RecipeError, match=sentence):
+        app(["tune", *arguments, "--out", str(tmp_path / "t")], standalone_mode=False)
+
+
+def test_optuna_refuses_the_trials_of_another_space_in_one_sentence(tmp_path):
+    pytest.importorskip("optuna")
+    storage = f"sqlite:///{tmp_path}/search.db"
+    for folder, values in (("a", "0.1"), ("b", "0.1,0.2")):
+        plan = small(1, space=(f"local.lr={values}",), trials=1 if folder == "a" else 2)
+        found = search(plan, tmp_path / folder, here)
+        if folder == "a":
+            to_optuna(plan, found, storage, "mine")
+    with pytest.raises(RecipeError, match="cannot be written"):
+        to_optuna(plan, found, storage, "mine")
+
+
+def test_the_table_counts_the_trials_that_failed(tmp_path):
+    def unless_tiny(sweep, folder):
+        here(replace(sweep, points=tuple(p for p in sweep.points if p.recipe.local.lr > 1e-6)), folder)
+
+    (found,) = search(small(1, space=("local.lr=0.1,1e-9",), trials=2), tmp_path, unless_tiny)
+    assert rows([found])[0]["combinations"] == "2 of 2, 1 failed"

@@ -10,7 +10,7 @@ import typer
 
 from fedflat.cli.app import JsonOption, TrustOption, app, err, out
 from fedflat.cli.sweep import refuse_unknown_methods, train_all
-from fedflat.errors import TrainingError
+from fedflat.errors import RecipeError, TrainingError, nearest
 
 if TYPE_CHECKING:
     from fedflat.runs.claims import Claim, Evidence, State
@@ -38,27 +38,62 @@ def claims(
 
     Results that come with fedflat are not trained again. After an interruption the same command continues.
     """
-    from fedflat.runs.claims import Evidence, load_claim, load_studies, shipped_claims, shipped_evidence
+    from fedflat.runs.claims import Evidence, shipped_claims, shipped_evidence
 
     kept = results or out_dir / "results"
-    chosen: Judged = {}
-    for name in names or shipped_claims():
-        claim = load_claim(name)
-        beside = Path(name).parent if name.endswith(".toml") else None
-        chosen[claim.name] = claim, load_studies(claim, beside)
+    chosen = _chosen(names or [*shipped_claims()])
     evidence = Evidence.read([shipped_evidence(), kept])
     for study in _studies(chosen).values():
         evidence.gather(study, out_dir / study.name)
     failed: list[str] = []
     if not (listed or dry):
         failed = _train(chosen, evidence, out_dir, kept, jobs, trust)
-    _show(_judged(chosen, evidence), listed, as_json)
+    found = _judged(chosen, evidence)
+    _show(found, listed, as_json)
     if failed:
         raise TrainingError(f"{len(failed)} runs failed; see {', '.join(failed)}")
+    _refuse_unmeasured(found, evidence)
+
+
+def _chosen(names: Sequence[str]) -> Judged:
+    """Load the claims and their studies; two that differ cannot have the same name."""
+    from fedflat.runs.claims import load_claim, load_studies
+
+    chosen: Judged = {}
+    for name in names:
+        claim = load_claim(name)
+        studies = load_studies(claim, Path(name).parent if name.endswith(".toml") else None)
+        before = _studies(chosen)
+        same = [f"the study {each}" for each in studies if before.get(each, studies[each]) != studies[each]]
+        if claim.name in chosen and chosen[claim.name] != (claim, studies):
+            same.insert(0, f"the claim {claim.name}")
+        if same:
+            raise RecipeError(f"{name}: {same[0]} has the name of another one; rename it, or judge it alone")
+        chosen[claim.name] = claim, studies
+    return chosen
 
 
 def _studies(chosen: Judged) -> "dict[str, Sweep]":
     return {name: study for _, studies in chosen.values() for name, study in studies.items()}
+
+
+def _refuse_unmeasured(states: "Sequence[State]", evidence: "Evidence") -> None:
+    """Refuse a quantity that no pair of runs has: it is probably misspelt, or its command after the run is missing."""
+    from fedflat.runs.claims.effect import DERIVED
+
+    for state in states:
+        for part, effect in zip(state.claim.part, state.effects, strict=False):
+            if effect.left_out and not effect.finding.seeds:
+                rows = evidence.rows[state.claim.study_of(part)].values()
+                columns = {*DERIVED, "rounds_to_target", *(name for row in rows for name in row["metrics"])}
+                asked = (part.quantity, part.against_quantity or part.quantity)
+                wrong = next((name for name in asked if name not in columns), None)
+                why = (
+                    f"no run has the quantity {wrong}; {nearest(wrong, columns)}"
+                    if wrong
+                    else "no seed has both values"
+                )
+                raise RecipeError(f"{state.claim.name}: part {effect.name!r}: {why}")
 
 
 def _judged(chosen: Judged, evidence: "Evidence") -> "list[State]":
@@ -69,6 +104,8 @@ def _judged(chosen: Judged, evidence: "Evidence") -> "list[State]":
 
 def _train(chosen: Judged, evidence: "Evidence", out_dir: Path, kept: Path, jobs: int, trust: bool) -> list[str]:
     """Train the missing runs, study by study, and keep their rows; return the logs of those that failed."""
+    from fedflat.runs.sweep import refuse_other_settings
+
     logs: list[str] = []
     for name, study in _studies(chosen).items():
         needed = [point for claim, studies in chosen.values() if name in studies for point in claim.points(study)]
@@ -77,6 +114,7 @@ def _train(chosen: Judged, evidence: "Evidence", out_dir: Path, kept: Path, jobs
         folder = out_dir / name
         if plan.points:
             refuse_unknown_methods(plan)
+            refuse_other_settings(folder, plan)
             err.print(f"{name}: {len(plan.points)} runs are missing", markup=False, highlight=False)
         try:
             failed = train_all(plan, folder, jobs, trust) if plan.points else {}

@@ -25,7 +25,9 @@ def tune(
     trials: Annotated[int, typer.Option(help="largest number of combinations for each method", min=1)] = 9,
     eta: Annotated[int, typer.Option(help="one in how many is promoted to the next stage", min=2)] = 3,
     seeds: Annotated[int, typer.Option(help="number of seeds for each trial", min=1)] = 1,
-    final: Annotated[int, typer.Option(help="number of seeds in the sweep that is written at the end", min=1)] = 5,
+    final: Annotated[
+        int, typer.Option(help="number of seeds in the sweep that is written at the end", min=1, max=10_000)
+    ] = 5,
     validation: Annotated[
         float, typer.Option(help="share of the clients' samples to score on", min=0.0, max=1.0)
     ] = 0.1,
@@ -44,14 +46,16 @@ def tune(
     from fedflat.files import write_whole, written_to
     from fedflat.methods.parser import parse, spell
     from fedflat.recipe import load
-    from fedflat.runs.tune import Plan, final_sweep, read_space, rows, search, to_optuna
+    from fedflat.runs.tune import Plan, final_sweep, open_storage, read_space, rows, search, to_optuna
 
     base = load(recipe, set_ or [])
     searched = read_space(method or [], space or [], spell(base.method))
     plan = Plan(base, searched, base.server.rounds, trials, eta, seeds, validation)
     for name in plan.space.methods:
-        for settings in plan.space.grid(name)[:1]:
+        for settings in plan.space.drawn(name, trials):
             parse(plan.point(name, settings, 0, 1).recipe.method)
+    if optuna:
+        open_storage(optuna)
     failed: dict[str, str] = {}
 
     found = search(plan, out_dir, lambda sweep, folder: failed.update(train_all(sweep, folder, jobs, trust)))

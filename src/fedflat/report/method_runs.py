@@ -3,21 +3,48 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
 from fedflat.report.svg_plots import curves
-from fedflat.report.tables import published
+from fedflat.report.tables import Axis, published
 from fedflat.runs import Evidence, Row, load_claim, load_studies, shipped_claims, shipped_evidence
 
-# The published table that each study shortens, with the values of the column and of the rows to compare with.
-PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fashion-mlp": ("fedsmoo-table1", {"setting": "CIFAR-10 u=0.6", "participation": "10%-100"}),
-    "fashion-few": ("fedsmoo-table1", {"setting": "CIFAR-10 u=0.1", "participation": "5%-200"}),
-    "fashion-sol": ("fedsol-table1", {"setting": "CIFAR-10 α=0.1"}),
-    "fashion-lenet": ("man-accuracy", {"setting": "CIFAR-100 δ=0.3"}),
+Source = tuple[str, dict[str, Any]]  # a published table, and the values of the columns and rows to compare with
+
+MAN: Source = ("man-accuracy", {"setting": "CIFAR-100 δ=0.3"})
+SMOO: Source = ("fedsmoo-table1", {"setting": "CIFAR-10 u=0.6", "participation": "10%-100"})
+SMOO_01: Source = ("fedsmoo-table1", {"setting": "CIFAR-10 u=0.1", "participation": "10%-100"})
+SMOO_FEW: Source = ("fedsmoo-table1", {"setting": "CIFAR-10 u=0.1", "participation": "5%-200"})
+SOL: tuple[Source, ...] = (
+    ("fedsol-table1", {"setting": "CIFAR-10 α=0.1"}),
+    ("fedsol-table8", {}),
+    ("fedsol-table6", {}),
+    ("fedsol-table5", {"setting": "CIFAR-10"}),
+)
+# What each study shortens; the first table that has a method counts.
+PAPERS: dict[str, tuple[Source, ...]] = {
+    "fashion-mlp": (SMOO, MAN),
+    "fashion-tuned": (SMOO, MAN),
+    "fashion-few": (SMOO_FEW,),
+    "fashion-lenet": (MAN,),
+    "cifar10-lenet-small": (SMOO_01, MAN),
+    "cifar10-smoo": (SMOO_01,),
+    "cifar10-man": (MAN,),
+    **dict.fromkeys(
+        ("fashion-sol", "fashion-forgetting", "fashion-sol-tuned", "cifar10-sol-small", "cifar10-sol"), SOL
+    ),
+}
+# Methods whose options here are not the paper's: tuned, or those of another paper's setting.
+ALIKE = {
+    "fedsam(0.02)": "fedsam(0.1)",
+    "fedasam(0.5, eta=0.0, biases=True)": "fedasam(1.0, eta=0.0, biases=True)",
+    "fedsmoo(rho=0.02, penalty=0.1)": "fedsmoo",
+    "feddyn(0.1) + man(0.15)": "feddyn(0.01, balanced=True) + man(0.15)",
+    "fedspeed": "fedspeed(0.01, 0.01, balanced=True)",
+    "fedspeed + man(0.15)": "fedspeed(0.01, 0.01, balanced=True) + man(0.15)",
 }
 REFERENCE = "fedavg"
 
@@ -58,24 +85,56 @@ def studied() -> list[Studied]:
                 row = evidence.of(study, point)
                 if row and len(row["curve"]) > 1 and isinstance(point.values.get("method"), str):
                     groups.setdefault(point.values["method"], []).append(row)
-            found += [Studied(name, method, rows, _printed(name, method)) for method, rows in groups.items()]
+            found += [Studied(name, method, rows, _printed(name, method, rows)) for method, rows in groups.items()]
     return found
 
 
-def _printed(study: str, method: str) -> str:
-    """The number of a method in the paper's table; empty if the table has none."""
-    if study not in PAPERS:
-        return ""
-    name, wanted = PAPERS[study]
-    table = published(name)
-    for row, values in zip(table.rows, table.values, strict=True):
-        theirs = str(row.match.get("method", ""))
-        if not _same(theirs, method) or any(wanted.get(k, v) != v for k, v in row.match.items() if k != "method"):
-            continue
-        for column, value in zip(table.columns, values, strict=True):
-            if value and all(wanted.get(field) == asked for field, asked in column.match.items()):
-                return f"{value.text.strip(' ↑↓')} ({', '.join(column.heads)})"
+def _printed(study: str, method: str, rows: Sequence[Row]) -> str:
+    """The number of a method in the first of the paper's tables that has one; empty if none has."""
+    for spelling in (method, ALIKE.get(method, method)):
+        for name, wanted in PAPERS.get(study, ()):
+            table = published(name)
+            found = [
+                _entry(row, column, value.text, rows)
+                for row, values in zip(table.rows, table.values, strict=True)
+                for column, value in zip(table.columns, values, strict=True)
+                if value and _fits({**row.match, **column.match}, spelling, wanted)
+            ]
+            if found:
+                return found[-1]  # of fine-tuning for one and for five epochs, five
     return ""
+
+
+def _fits(match: Mapping[str, Any], method: str, wanted: Mapping[str, Any]) -> bool:
+    """Whether an entry of a table with these values is that of a method."""
+    known = {**wanted, **_options(method)}
+    return all(_same(asked, method) if name == "method" else known.get(name) == asked for name, asked in match.items())
+
+
+def _options(method: str) -> dict[str, Any]:
+    """The options that FedSoL's tables vary.
+
+    >>> _options("fedsol(rho=2.0, radius='dim0')"), _options("fedsol(rho=2.0, radius='fixed')")
+    ({'method.rho': 2.0, 'method.scope': 'all'}, {})
+    >>> _options("fedsol_ablation(form='A2', rho=2.0)")
+    {'method.form': 'A2'}
+    """
+    found = dict(re.findall(r"(\w+)='?([\w.]+)", method))
+    if page_of(method) == "fedsol_ablation":
+        return {"method.form": found["form"]}
+    if page_of(method) == "fedsol" and found["radius"] == "dim0":
+        return {"method.rho": float(found["rho"]), "method.scope": found.get("scope", "all")}
+    return {}
+
+
+def _entry(row: Axis, column: Axis, printed: str, rows: Sequence[Row]) -> str:
+    """An entry with its heads; where it is not the accuracy of the global model, with ours beside it."""
+    text = printed.strip(" ↑↓")
+    if row.metric:
+        ours = fmean(100 * each["metrics"][row.metric] for each in rows)
+        return f"personalised: {text} ({row.heads[0]}, {', '.join(column.heads)}; ours {ours:.1f})"
+    heads = column.heads if "method" in row.match else [*row.heads, *column.heads]
+    return f"{text} ({', '.join(heads)})"
 
 
 def _same(theirs: str, ours: str) -> bool:
@@ -100,6 +159,8 @@ def section(name: str, runs: Sequence[Studied]) -> list[str]:
         lines.append(f"| {each.study} | `{each.method}` | {len(last)} | {fmean(last):.1f}{spread} | {each.paper} |")
     lines += ["", "The studies are smaller than the papers' experiments: compare methods, not numbers"]
     lines[-1] += " ([results](../results.md))."
+    if any(each.method in ALIKE for each in mine):
+        lines += ["Where our options are not the paper's, its number is still that of its own options."]
     for study in dict.fromkeys(each.study for each in mine):
         lines += ["", f"![{name} in {study}](../figures/methods/{name}-{study}.svg)"]
     return [*lines, ""]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedflat.report.method_runs import figures, studied
 from fedflat.report.svg_plots import curves, forest
-from fedflat.report.verdicts import bound_text, effect_text
+from fedflat.report.verdicts import bound_text, effect_text, seeds_text
 from fedflat.runs import (
     Effect,
     Evidence,
@@ -41,6 +41,7 @@ Every claim is a file in [claims](../claims) that says what is compared and what
 [claims.md](claims.md) defines the verdicts. Effects are means over paired seeds with 95 % intervals. The runs are
 small: each section says at which scale its claim was tested, so a verdict is about that scale and not about the
 paper's. Hours are the time that the runs took to train on one thread of a machine that was also used for other work.
+A seed is left out where a run lacks the quantity, for example a ratio of traces of which one is negative.
 
 This page is generated from [docs/results](results) by `make results`. `fedflat claims NAME` trains what is missing.
 Older runs, from before claims were files, are in [studies.md](studies.md).
@@ -127,8 +128,7 @@ def _table(effects: Sequence[Effect]) -> list[str]:
         if effect.pooled:
             tau, *ends = (f"{value:+.2f}".replace("-", "−") for value in effect.pooled)
             beside = tau if math.isnan(effect.pooled[1]) else f"{tau} ({' to '.join(ends)})"
-        seeds = str(effect.finding.seeds)
-        row = (effect.name, bound_text(effect), effect_text(effect), seeds, str(effect.finding), beside)
+        row = (effect.name, bound_text(effect), effect_text(effect), seeds_text(effect), str(effect.finding), beside)
         lines.append(f"| {' | '.join(map(_cell, row))} |")
     return lines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from xml.sax.saxutils import escape
 
@@ -76,11 +77,16 @@ def forest(effects: Sequence[Effect], title: str) -> str:
 
 def _scale(effect: Effect) -> Callable[[float], float]:
     """Where a value of an effect is on its row: the bound in the middle, the farthest end at the margin."""
-    change: Callable[[float], float] = math.log if effect.unit == "ratio" else float
+    change: Callable[[float], float] = _log if effect.unit == "ratio" else float
     found, bound = effect.finding, change(effect.bound)
     ends = [change(value) for value in (found.low, found.mean, found.high) if not math.isnan(value)]
     reach, half = max(abs(end - bound) for end in ends) or 1.0, PLOT / 2
     return lambda value: LEFT + half + half * (change(value) - bound) / reach
+
+
+def _log(value: float) -> float:
+    """The logarithm of a ratio; those that a float cannot hold are drawn at the smallest and largest that it can."""
+    return math.log(min(max(value, sys.float_info.min), sys.float_info.max))
 
 
 def curves(lines: Mapping[str, Sequence[Curve]], title: str) -> str:

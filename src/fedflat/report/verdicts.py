@@ -39,11 +39,11 @@ def bound_text(effect: Effect) -> str:
 def number(value: float) -> str:
     """Three significant digits, without an exponent where that is short.
 
-    >>> number(0.01234), number(123.456), number(-0.5), number(0.0)
-    ('0.0123', '123', '−0.5', '0')
+    >>> number(0.01234), number(123.456), number(-0.5), number(0.0), number(12345.6), number(1e30)
+    ('0.0123', '123', '−0.5', '0', '12346', '1e+30')
     """
     text = f"{value:.3g}"
-    return text.replace("-", "−") if "e" not in text or abs(value) < 1e-4 else f"{value:.0f}".replace("-", "−")
+    return (f"{value:.0f}" if "e" in text and 1 < abs(value) < 1e6 else text).replace("-", "−")
 
 
 def _signed(value: float) -> str:
@@ -58,7 +58,8 @@ def verdict_list(states: Sequence[State]) -> Group:
     """
     blocks: list[RenderableType] = []
     for state in states:
-        hours = f" ({state.runs} runs, {state.hours:.2f} h)" if state.hours else ""
+        runs = f"{state.runs} runs" if state.known == state.runs else f"{state.known} of {state.runs} runs"
+        hours = f" ({runs}, {state.hours:.2f} h)" if state.hours else ""
         blocks.append(Text.assemble((f"{state.verdict}: {state.claim.name}", "bold"), hours))
         blocks.append(Padding(Text(state.claim.title), (0, 0, 0, 2)))
         blocks.append(Padding(_parts(state.effects), (0, 0, 1, 4)))
@@ -66,13 +67,24 @@ def verdict_list(states: Sequence[State]) -> Group:
     return Group(*blocks)
 
 
+def seeds_text(effect: Effect) -> str:
+    """The number of seeds that count, and of those whose runs lack the quantity.
+
+    >>> from fedflat.runs.claims import judge
+    >>> seeds_text(Effect("λ₁", judge([0.1, 0.2], 0.0, "lower"), 1.0, "lower", "ratio", (0.1, 0.2), left_out=3))
+    '2 (3 left out)'
+    """
+    left_out = f" ({effect.left_out} left out)" if effect.left_out else ""
+    return f"{effect.finding.seeds}{left_out}"
+
+
 def _parts(effects: Sequence[Effect]) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         grid.add_column(overflow="fold")
     for effect in effects:
-        seeds = effect.finding.seeds
-        claimed = f"{bound_text(effect)}{f', {seeds} seeds' if seeds else ''}"
+        some = effect.finding.seeds or effect.left_out
+        claimed = f"{bound_text(effect)}{f', seeds: {seeds_text(effect)}' if some else ''}"
         found = effect_text(effect)
         grid.add_row(Text(str(effect.finding)), Text(f"{claimed}\n{found}" if found else claimed), Text(effect.name))
     return grid

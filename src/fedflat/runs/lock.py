@@ -18,6 +18,17 @@ if sys.platform != "win32":
 _directories: set[int] = set()
 
 
+def busy(path: Path) -> bool:
+    """Whether another process works on a directory; False if it cannot be opened."""
+    try:
+        RunLock(path).close()
+    except RunError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 class RunLock:
     """A lock on the directory itself, which lasts as long as the directory, and a record lock on `.lock` inside.
 

@@ -47,8 +47,8 @@ class Part(Section):
     against_quantity: str | None = None
     direction: Direction
     compare: Literal["difference", "ratio"] = "difference"
-    bound: float | None = None
-    target: float | None = None
+    bound: float | None = Field(None, allow_inf_nan=False)
+    target: float | None = Field(None, allow_inf_nan=False)
     study: str | None = None
     printed: str = ""
 
@@ -58,6 +58,8 @@ class Part(Section):
             raise ValueError("a target belongs to the quantity rounds_to_target, and that needs one")
         if self.against_quantity and self.against is None:
             raise ValueError("against_quantity belongs to the runs of `against`, which are missing")
+        if self.of == self.against and (self.against_quantity or self.quantity) == self.quantity:
+            raise ValueError("`of` and `against` are the same runs, so there is no effect")
         if self.compare == "ratio" and self.bound is not None and self.bound <= 0:
             raise ValueError("the bound of a ratio is above 0")
         return self
@@ -79,6 +81,16 @@ class Ranking(Section):
     beside: list[str] = Field(default=[])
     studies: list[str] = Field(min_length=1)
     bound: float = Field(0.0, gt=-1, lt=1)
+
+    @model_validator(mode="after")
+    def _different(self) -> Ranking:
+        ranked = [self.quantity, *self.measures, *self.beside]
+        for name, some in (("quantity, measures and beside", ranked), ("studies", self.studies)):
+            if twice := next((each for each in some if some.count(each) > 1), None):
+                raise ValueError(f"{shortened(twice)!r} is named twice in {name}")
+        if "rounds_to_target" in ranked:
+            raise ValueError("a ranking cannot use rounds_to_target, which needs a target")
+        return self
 
 
 class Claim(Section):
@@ -186,9 +198,13 @@ def load_studies(claim: Claim, beside: Path | None = None) -> dict[str, Sweep]:
         beside: the directory of a claim file of your own, whose studies are in its directory `studies`.
 
     Raises:
-        RecipeError: a study is missing or invalid, or a part does not fit its grid.
+        RecipeError: a study is missing or invalid, all of its seeds are the pilot's, or a part does not fit its grid.
     """
     found = {name: load_sweep(_study_file(claim, name, beside)) for name in claim.studies}
+    ranked = claim.ranking.studies if claim.ranking else []
+    for name in ranked:
+        if not claim.judged(found[name]):
+            raise RecipeError(f"{claim.name}: no run of the study {name} is outside of the pilot")
     for part in claim.part:
         study = found[claim.study_of(part)]
         for chosen in (part.of, part.against):
@@ -199,10 +215,11 @@ def load_studies(claim: Claim, beside: Path | None = None) -> dict[str, Sweep]:
 
 def _study_file(claim: Claim, name: str, beside: Path | None) -> Path:
     folder = (beside or _folder()) / "studies"
-    if Path(name).name != name or not (folder / f"{name}.toml").is_file():
-        known = [path.stem for path in folder.glob("*.toml")]
-        raise RecipeError(f"{claim.name}: there is no study {shortened(name)!r} in {folder}; {nearest(name, known)}")
-    return folder / f"{name}.toml"
+    known = {path.stem: path for path in folder.glob("*.toml")}
+    if name not in known:
+        short = shortened(name)
+        raise RecipeError(f"{claim.name}: there is no study {short!r} in {folder}; {nearest(short, known)}")
+    return known[name]
 
 
 def _refuse_ambiguous(claim: Claim, part: Part, chosen: Values, study: Sweep) -> None:

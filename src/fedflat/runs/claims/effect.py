@@ -79,6 +79,8 @@ class Effect:
         means: mean quantity of the runs in question, and of those they are compared with (None if there are none).
         printed: what the paper prints.
         pooled: for a ranking, τ over all runs at once, with the ends of its jackknife interval.
+        left_out: the number of seeds whose runs are there but lack the quantity: it is missing, not finite, or not
+            positive where a ratio needs it. The effect is that of the other seeds.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Effect:
     means: tuple[float | None, float | None] = (None, None)
     printed: str = ""
     pooled: tuple[float, float, float] | None = None
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def state_of(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> 
     else:
         judged = [_effect(claim, part, studies[claim.study_of(part)], evidence) for part in claim.part]
     rows = [evidence.of(study, point) for study in studies.values() for point in claim.points(study)]
-    seconds = sum(row["metrics"].get("seconds", 0.0) for row in rows if row)
+    seconds = sum(value_of(row, "seconds") or 0.0 for row in rows if row)
     controls = set(claim.ranking.beside) if claim.ranking else set()
     word, more = concluded([part for effect, part in judged if effect.name not in controls], claim.need)
     effects = tuple(effect for effect, _ in judged)
@@ -145,12 +148,28 @@ def _effect(claim: Claim, part: Part, study: Sweep, evidence: Evidence) -> tuple
     bound = scale(part.limit)
     found = judge(values, bound, part.direction)
     if part.compare == "ratio":
-        ends = (math.exp(found.mean), math.exp(found.low), math.exp(found.high))
+        ends = (_exp(found.mean), _exp(found.low), _exp(found.high))
         found = Finding(found.word, *ends, found.seeds, found.more)
     unit = part.compare if part.against is not None else "value"
     means = (_mean([mine[s] for s in seeds]), _mean([theirs[s] for s in seeds if s in theirs]))
-    shown = Effect(part.name, found, part.limit, part.direction, unit, values, means, part.printed)
+    left_out = len(_paired(part, known)) - len(seeds)
+    shown = Effect(part.name, found, part.limit, part.direction, unit, values, means, part.printed, left_out=left_out)
     return shown, Hypothesis(values, bound, part.direction)
+
+
+def _paired(part: Part, known: Sequence[tuple[Point, Row]]) -> set[int]:
+    """The seeds of which all runs are known that the part needs, whether these have the quantity or not."""
+    groups = [chosen for chosen in (part.of, part.against) if chosen is not None]
+    seeds = [{point.recipe.seed for point, _ in known if matches(point, chosen)} for chosen in groups]
+    return set.intersection(*seeds)
+
+
+def _exp(value: float) -> float:
+    """The exponential, infinite where it is too large for a float: the interval of two seeds can be that wide."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -170,28 +189,35 @@ def _by_seed(part: Part, name: str, chosen: Values, known: Sequence[tuple[Point,
 def _ranked(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> list[tuple[Effect, Hypothesis]]:
     """Kendall's τ of each measure with the quantity: within each seed of each study, and over all runs at once.
 
-    The runs of one seed share data, split and first weights and differ only in the method. The τ of the seeds are
-    judged like any other effect, but τ takes only few values, so its interval is `stepped`. The τ over all runs also
-    compares settings with each other; its interval is that of a jackknife over the seeds of each study, because runs of
-    one seed are not independent.
+    The runs of one seed share data, split and first weights and differ only in the method. Studies with the same seed
+    share all of these too, so a seed counts once: its effect is the mean of its τ over the studies. These effects are
+    judged like any other, but τ takes only few values, so their interval is `stepped`. The τ over all runs also
+    compares settings with each other; its interval is that of a jackknife over the seeds, because runs of one seed are
+    not independent. A run that two studies share is one run there.
     """
     ranking = claim.ranking
     assert ranking is not None
-    found: list[list[list[Row]]] = []
+    found: dict[int, dict[str, list[Row]]] = {}
     for name in ranking.studies:
-        seeds: dict[int, list[Row]] = {}
         for point in claim.judged(studies[name]):
             if row := evidence.of(studies[name], point):
-                seeds.setdefault(point.recipe.seed, []).append(row)
-        found.append([*seeds.values()])
+                found.setdefault(point.recipe.seed, {}).setdefault(name, []).append(row)
     judged: list[tuple[Effect, Hypothesis]] = []
     for measure in (*ranking.measures, *ranking.beside):
-        ranked = [[_pairs(rows, measure, ranking.quantity) for rows in study] for study in found]
-        studied = [kept for study in ranked if (kept := [pairs for pairs in study if len(pairs) >= FEWEST])]
-        values = tuple(tau for study in studied for pairs in study if not math.isnan(tau := _tau(pairs)))
-        hypothesis = Hypothesis(values, ranking.bound, "higher", _step(studied))
+        within: list[list[Pairs]] = []
+        together: dict[tuple[str, ...], list[Pairs]] = {}
+        for rows in found.values():
+            pairs = {name: _pairs(mine, measure, ranking.quantity) for name, mine in rows.items()}
+            kept = tuple(name for name in pairs if len(pairs[name]) >= FEWEST)
+            if kept:
+                within.append([pairs[name] for name in kept])
+                distinct = {row["digest"]: row for name in kept for row in rows[name]}
+                together.setdefault(kept, []).append(_pairs([*distinct.values()], measure, ranking.quantity))
+        taus = [[tau for pairs in seed if not math.isnan(tau := _tau(pairs))] for seed in within]
+        values = tuple(float(np.mean(of_seed)) for of_seed in taus if of_seed)
+        hypothesis = Hypothesis(values, ranking.bound, "higher", _step(within))
         finding = hypothesis.judged()
-        pooled = pooled_tau(studied) if studied else None
+        pooled = pooled_tau([*together.values()]) if together else None
         shown = Effect(measure, finding, ranking.bound, "higher", "τ", values, pooled=pooled)
         judged.append((shown, hypothesis))
     return judged
@@ -213,30 +239,30 @@ def _tau(pairs: Pairs) -> float:
     return float(kendalltau(x, y).statistic)
 
 
-def _step(studies: Sequence[Sequence[Pairs]]) -> float:
-    """4/(r(r − 1)), the distance between values of τ of r runs; the root of its mean square over the seeds."""
-    runs = [len(pairs) for study in studies for pairs in study]
+def _step(seeds: Sequence[Sequence[Pairs]]) -> float:
+    """4/(r(r − 1)), the distance between values of τ of r runs; the root of its mean square over seeds and studies."""
+    runs = [len(pairs) for seed in seeds for pairs in seed]
     return math.sqrt(float(np.mean([(4 / (r * (r - 1))) ** 2 for r in runs]))) if runs else 0.0
 
 
-def pooled_tau(studies: Sequence[Sequence[Pairs]]) -> tuple[float, float, float]:
-    """Kendall's τ over all runs, and the ends of its 95 % interval by a jackknife over the seeds of each study.
+def pooled_tau(groups: Sequence[Sequence[Pairs]]) -> tuple[float, float, float]:
+    """Kendall's τ over all runs, and the ends of its 95 % interval by a jackknife over the seeds.
 
     τ = (concordant − discordant)/(concordant + discordant), over all pairs of runs without a tie. Runs of one seed are
-    not independent, so a seed is left out as a whole. With z = artanh τ, and z₍ᵢ₎ the same without seed i, for M seeds
-    of which m are of one study,
+    not independent, so a seed is left out as a whole, with its runs in all studies. Seeds of the same studies form a
+    group. With z = artanh τ, and z₍ᵢ₎ the same without seed i, for M seeds of which m are of one group,
 
-        tanh(z ± t s),      s² = Σ_studies v,      v = ((M − 1)/M)² m/(m − 1) Σᵢ (z₍ᵢ₎ − z̄)²,
+        tanh(z ± t s),      s² = Σ_groups v,      v = ((M − 1)/M)² m/(m − 1) Σᵢ (z₍ᵢ₎ − z̄)²,
 
-    where t is Student's with s⁴ / Σ v²/(m − 1) degrees of freedom (Welch and Satterthwaite). For one study these are
+    where t is Student's with s⁴ / Σ v²/(m − 1) degrees of freedom (Welch and Satterthwaite). For one group these are
     the usual (m − 1)/m Σᵢ (z₍ᵢ₎ − z̄)² and m − 1. The studies are fixed, so differences between them do not count as
-    spread. If a study has only one seed there is no interval (NaN). A bootstrap over so few seeds would be too short:
+    spread. If a group has only one seed there is no interval (NaN). A bootstrap over so few seeds would be too short:
     with ten it covers about 90 %.
 
     Args:
-        studies: for each study and each of its seeds, the two values of each run.
+        groups: for each group and each of its seeds, the two values of each run.
     """
-    seeds = [pairs for study in studies for pairs in study]
+    seeds = [pairs for group in groups for pairs in group]
     seed = np.repeat(np.arange(len(seeds)), [len(pairs) for pairs in seeds])
     x, y = np.array([pair for pairs in seeds for pair in pairs]).T
     agree = np.sign(x[:, None] - x[None]) * np.sign(y[:, None] - y[None])
@@ -245,7 +271,7 @@ def pooled_tau(studies: Sequence[Sequence[Pairs]]) -> tuple[float, float, float]
     np.add.at(sizes, (seed[:, None], seed[None]), (agree != 0).astype(float))
 
     tau, most = float(blocks.sum() / sizes.sum()), 1 - 1 / sizes.sum()
-    counts = [len(study) for study in studies]
+    counts = [len(group) for group in groups]
     if min(counts) < 2:
         return tau, math.nan, math.nan
     left_out = [_without(blocks, i) / _without(sizes, i) for i in range(len(seeds))]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedflat.errors import RunError
+from fedflat.errors import RunError, shortened
 from fedflat.files import read_whole, write_whole, written_to
 from fedflat.runs.folder import read_recipe
 from fedflat.runs.record import read_record, read_summary
@@ -17,6 +18,7 @@ from fedflat.runs.sweep.plan import Point, Sweep
 from fedflat.runs.sweep.results import Row, finished
 
 UNSTABLE = {"engine": {"name", "workers", "address"}, "data": {"dir"}, "model": {"base"}}
+MOST = 2**63  # whole numbers are below, as in the records of runs
 ASIDE = dict.fromkeys(("trackers", "checkpoint", "deployment"), True)
 
 
@@ -55,7 +57,7 @@ class Evidence:
         known = cls()
         for folder in folders:
             for path in sorted(folder.glob("*.jsonl")):
-                known.rows.setdefault(path.stem, {}).update({row["digest"]: row for row in _lines(path)})
+                known.rows.setdefault(path.stem, {}).update(_lines(path))
         return known
 
     def of(self, study: Sweep, point: Point) -> Row | None:
@@ -73,14 +75,19 @@ class Evidence:
                 self.rows.setdefault(study.name, {})[digest(point)] = row_of(folder / point.slug, point)
 
     def write(self, study: Sweep, folder: Path) -> None:
-        """Writes the rows of a study in the order of its grid; rows of other settings are dropped."""
-        rows = [row for point in study.points if (row := self.of(study, point)) is not None]
+        """Writes the rows of a study in the order of its grid; rows of other settings are dropped.
+
+        Rows that another process has added to the file in the meantime stay.
+        """
+        path = folder / f"{study.name}.jsonl"
+        there = _lines(path) if path.is_file() else {}
+        rows = [row for point in study.points if (row := self.of(study, point) or there.get(digest(point)))]
         if not rows:
             return
         with written_to(folder, "choose another --results"):
             folder.mkdir(parents=True, exist_ok=True)
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            write_whole(folder / f"{study.name}.jsonl", text.encode(), public=True)
+            write_whole(path, text.encode(), public=True)
 
 
 def row_of(folder: Path, point: Point) -> Row:
@@ -107,9 +114,12 @@ def _short(value: float) -> float:
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
-def _lines(path: Path) -> list[Row]:
-    """The rows of a file. Lines without a digest are ignored. Raises `RunError` if a line is damaged."""
-    rows = []
+def _lines(path: Path) -> dict[str, Row]:
+    """The rows of a file by digest. Lines without a digest are ignored.
+
+    Raises `RunError` if a line is damaged, or if two lines have different results of one run.
+    """
+    rows: dict[str, Row] = {}
     for number, line in enumerate(read_whole(path).splitlines(), 1):
         try:
             row = json.loads(line)
@@ -120,7 +130,11 @@ def _lines(path: Path) -> list[Row]:
         if isinstance(row, dict) and "digest" in row:
             if not _whole(row):
                 raise RunError(f"{path}: line {number} is not a valid result; delete it to train its run again")
-            rows.append(row)
+            if repr(rows.setdefault(row["digest"], row)) != repr(row):  # a NaN does not equal itself
+                raise RunError(
+                    f"{path}: line {number} has other results than an earlier line of the same run, "
+                    f"{shortened(row['digest'])}; delete one of them"
+                )
     return rows
 
 
@@ -132,9 +146,13 @@ def _whole(row: Mapping[str, Any]) -> bool:
         and isinstance(metrics, dict)
         and all(_number(value) for value in metrics.values())
         and isinstance(curve, list)
-        and all(isinstance(pair, list) and len(pair) == 2 and all(map(_number, pair)) for pair in curve)
+        and all(isinstance(pair, list) and len(pair) == 2 and _evaluated(*pair) for pair in curve)
     )
 
 
+def _evaluated(round: Any, value: Any) -> bool:
+    return type(round) is int and 0 < round < MOST and _number(value) and math.isfinite(value)
+
+
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is float or (type(value) is int and abs(value) < MOST)

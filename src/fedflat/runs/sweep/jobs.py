@@ -19,6 +19,7 @@ from fedflat.engine import Scratch
 from fedflat.errors import FedflatError, RunError, StoppedError
 from fedflat.federation import DECODED_FOLDER
 from fedflat.files import changeable, private_directory, read_whole, write_whole, written_to
+from fedflat.runs.lock import busy
 from fedflat.runs.sweep.plan import Point, Sweep
 from fedflat.runs.sweep.results import GO_ON, finished, save_result
 
@@ -117,6 +118,8 @@ class Jobs:
     def run(self, watch: Callable[[], None], told: Callable[[Point, str | None], None]) -> None:
         """Executes all runs that are not finished.
 
+        A run that another process works on waits for it: the runs of a command that was killed go on without it.
+
         Args:
             watch: called at every poll.
             told: called with each point that ended, and the reason if it failed.
@@ -131,8 +134,8 @@ class Jobs:
         self._decoded = _scratch()
         try:
             while self.running or (waiting and not self._signals):
-                while waiting and len(self.running) < self.jobs and not self._signals:
-                    self._begin(waiting.popleft())
+                while len(self.running) < self.jobs and not self._signals and (point := self._next(waiting)):
+                    self._begin(point)
                 for job in self.running:
                     job.interrupt(len(self._signals))
                 for job in [job for job in self.running if job.process and job.process.poll() is not None]:
@@ -156,6 +159,13 @@ class Jobs:
         for job in self.running:
             if job.process:
                 job.process.wait()
+
+    def _next(self, waiting: deque[Point]) -> Point | None:
+        """Takes the first run out of the queue that no other process works on."""
+        point = next((point for point in waiting if not busy(self.folder / point.slug)), None)
+        if point:
+            waiting.remove(point)
+        return point
 
     def _begin(self, point: Point) -> None:
         folder = self.folder / point.slug

@@ -1,7 +1,7 @@
 """Tuning: a space of settings, successive halving with equal budgets, and the search."""
 
 from fedflat.runs.tune.halving import Rung, promoted, rungs, spent
-from fedflat.runs.tune.optuna_storage import to_optuna
+from fedflat.runs.tune.optuna_storage import open_storage, to_optuna
 from fedflat.runs.tune.search import Plan, Trial, Tuned, final_sweep, read_tuned, rows, search
 from fedflat.runs.tune.space import Space, read_space, tuned_recipe
 
@@ -12,6 +12,7 @@ __all__ = [
     "Trial",
     "Tuned",
     "final_sweep",
+    "open_storage",
     "promoted",
     "read_space",
     "read_tuned",

@@ -25,22 +25,45 @@ def to_optuna(plan: Plan, found: Sequence[Tuned], storage: Any, name: str) -> No
     Raises:
         RecipeError: Optuna is not installed, or the storage cannot be opened.
     """
+    optuna = _optuna()
+    opened = open_storage(storage)
+    for each in found:
+        try:
+            study = optuna.create_study(
+                storage=opened, study_name=f"{name}: {each.method}", direction="maximize", load_if_exists=True
+            )
+            there = {old.user_attrs.get("settings") for old in study.get_trials(deepcopy=False)}
+            for trial in each.trials:
+                if _label(trial) not in there:
+                    study.add_trial(_frozen(optuna, plan, trial))
+        except Exception as error:  # whatever the driver of the storage raises, or trials of another space in the study
+            raise RecipeError(_cannot(storage, "written", error)) from None
+
+
+def open_storage(storage: Any) -> Any:
+    """Opens a storage; a search does so before it begins, so that a mistake in the address does not cost hours.
+
+    Raises:
+        RecipeError: Optuna is not installed, or the storage cannot be opened.
+    """
+    optuna = _optuna()
+    try:
+        return optuna.storages.get_storage(storage)
+    except Exception as error:  # whatever the driver of the storage raises
+        raise RecipeError(_cannot(storage, "opened", error)) from None
+
+
+def _optuna() -> Any:
     try:
         import optuna
     except ImportError:
         raise RecipeError("--optuna needs Optuna: pip install 'fedflat[optuna]'") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    for each in found:
-        try:
-            study = optuna.create_study(
-                storage=storage, study_name=f"{name}: {each.method}", direction="maximize", load_if_exists=True
-            )
-        except Exception as error:  # whatever the storage's driver raises
-            raise RecipeError(f"--optuna {storage}: cannot be opened ({' '.join(str(error).split())[:200]})") from None
-        there = {old.user_attrs.get("settings") for old in study.get_trials(deepcopy=False)}
-        for trial in each.trials:
-            if _label(trial) not in there:
-                study.add_trial(_frozen(optuna, plan, trial))
+    return optuna
+
+
+def _cannot(storage: Any, done: str, error: Exception) -> str:
+    return f"--optuna {storage}: cannot be {done} ({' '.join(str(error).split())[:200]})"
 
 
 def _label(trial: Trial) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,7 +14,9 @@ from fedflat.errors import RecipeError, RunError
 from fedflat.files import private_directory, read_whole, write_whole, written_to
 from fedflat.recipe import Recipe
 from fedflat.runs.folder import read_recipe
+from fedflat.runs.lock import RunLock
 from fedflat.runs.record import read_record
+from fedflat.runs.result import stopped
 from fedflat.runs.sweep.overrides import filled, spelled
 from fedflat.runs.sweep.plan import FULL, Point, Sweep, slug_of, told_apart
 from fedflat.runs.tune.halving import Rung, promoted, rungs, spent
@@ -120,18 +122,23 @@ def search(plan: Plan, folder: Path, train: Train) -> list[Tuned]:
         For each method, its best settings and its budget.
 
     Raises:
-        RunError: the directory holds another search.
+        RunError: the directory holds another search, or another process searches in it.
     """
     _claim(plan, folder)
+    with RunLock(folder, "search"):
+        return _searched(plan, folder, train)
+
+
+def _searched(plan: Plan, folder: Path, train: Train) -> list[Tuned]:
     chosen = {method: plan.space.drawn(method, plan.trials) for method in plan.space.methods}
     trials = [(method, settings) for method, some in chosen.items() for settings in some]
     scores: dict[int, dict[int, float | None]] = {index: {} for index in range(len(trials))}
-    alive = list(scores)
+    alive, folders = list(scores), _folders(plan, folder, trials)
     for stage in plan.stages:
         alive = [index for method in chosen for index in _best(method, trials, alive, scores, stage.trials)]
-        _train_stage(plan, folder, [trials[index] for index in alive], stage, train)
+        _train_stage(plan, folder, [(trials[index], folders[index]) for index in alive], stage, train)
         for index in alive:
-            scores[index][stage.rounds] = _score(plan, folder, *trials[index], stage.rounds)
+            scores[index][stage.rounds] = _score(folders[index], stage.rounds)
     found = [_tuned(plan, method, trials, scores) for method in chosen]
     with written_to(folder, "free some space, then run the same command again"):
         table = [asdict(each) for each in found]
@@ -168,25 +175,42 @@ def _best(
     return promoted({index: score for index, score in last.items() if score is not None}, places)
 
 
-def _train_stage(plan: Plan, folder: Path, trials: Sequence[tuple[str, Settings]], stage: Rung, train: Train) -> None:
+def _folders(plan: Plan, folder: Path, trials: Sequence[tuple[str, Settings]]) -> list[dict[int, Path]]:
+    """The directories of the runs of each trial, by seed. They are the same in all stages, so that runs go on."""
     seeds = range(SEARCH_SEEDS, SEARCH_SEEDS + plan.seeds)
-    points = told_apart([plan.point(*trial, seed, stage.rounds) for trial in trials for seed in seeds])
-    waiting = tuple(point for point in points if _read(folder / point.slug, stage.rounds) is None)
+    points = told_apart([plan.point(*trial, seed, plan.rounds) for trial in trials for seed in seeds])
+    starts = range(0, len(points), plan.seeds)
+    return [{point.recipe.seed: folder / point.slug for point in points[at : at + plan.seeds]} for at in starts]
+
+
+def _train_stage(
+    plan: Plan,
+    folder: Path,
+    trials: Sequence[tuple[tuple[str, Settings], dict[int, Path]]],
+    stage: Rung,
+    train: Train,
+) -> None:
+    waiting = tuple(
+        replace(plan.point(*trial, seed, stage.rounds), slug=run.name)
+        for trial, runs in trials
+        for seed, run in runs.items()
+        if _read(run, stage.rounds) is None
+    )
     if waiting:
         train(Sweep("tune", FULL, waiting), folder)
 
 
-def _score(plan: Plan, folder: Path, method: str, settings: Settings, rounds: int) -> float | None:
+def _score(runs: Mapping[int, Path], rounds: int) -> float | None:
     """The mean over the search seeds of the score up to a round (larger is better); None if a run has none."""
-    seeds = range(SEARCH_SEEDS, SEARCH_SEEDS + plan.seeds)
-    slugs = (point.slug for point in told_apart([plan.point(method, settings, seed, rounds) for seed in seeds]))
-    found = [_read(folder / slug, rounds) for slug in slugs]
+    found = [_read(run, rounds) for run in runs.values()]
     known = [value for value in found if value is not None]
     return fmean(known) if len(known) == len(found) else None
 
 
 def _read(run: Path, round: int) -> float | None:
     """The followed metric of a run up to a round, with a sign so that larger is better; None if the run is shorter.
+
+    A run that ended at its `server.stop_loss` is not shorter: it counts with the round in which it ended.
 
     It is the mean over the evaluations of the last third of the rounds: with few clients in a round, the metric
     of a single round says more about these clients than about the settings.
@@ -196,6 +220,8 @@ def _read(run: Path, round: int) -> float | None:
     recipe = read_recipe(run)
     records = [record for line in read_whole(run / "metrics.jsonl").splitlines() if (record := read_record(line))]
     found = {record["round"]: value for record in records if (value := record.get(recipe.metric)) is not None}
+    if records and stopped(recipe, records):
+        round = min(round, records[-1]["round"])
     last = [recipe.rank(value) for evaluated, value in found.items() if 2 * round < 3 * evaluated <= 3 * round]
     return fmean(last) if round in found else None
 
@@ -220,7 +246,7 @@ def final_sweep(plan: Plan, found: Sequence[Tuned], seeds: int) -> str:
     Raises:
         RecipeError: no method has settings that worked, or there are too many seeds.
     """
-    working = [each for each in found if each.best is not None]
+    working = _distinct(found)
     if not working:
         raise RecipeError(
             "tune: every trial of every method failed; look at the log.txt of a run, and try other values"
@@ -240,6 +266,19 @@ def final_sweep(plan: Plan, found: Sequence[Tuned], seeds: int) -> str:
     return "\n\n".join(lines) + "\n"
 
 
+def _distinct(found: Sequence[Tuned]) -> list[Tuned]:
+    """The methods with settings that worked; of those that became the same method, the one with the better score.
+
+    With the best ρ = 0.1, `fedsam({rho})` becomes `fedsam(0.1)`, which may be among the methods too.
+    """
+    best: dict[str, Tuned] = {}
+    for each in found:
+        if each.score is not None:
+            other = best.setdefault(each.filled, each).score
+            best[each.filled] = each if other is None or each.score > other else best[each.filled]
+    return [*best.values()]
+
+
 def read_tuned(path: Path) -> list[Tuned]:
     """The result of a search from its `tuned.json`."""
     found = []
@@ -252,12 +291,17 @@ def read_tuned(path: Path) -> list[Tuned]:
     return found
 
 
+def _failures(tuned: Tuned) -> str:
+    failed = sum(None in trial.scores.values() for trial in tuned.trials)
+    return f", {failed} failed" if failed else ""
+
+
 def rows(found: Sequence[Tuned]) -> list[dict[str, str]]:
     """The budget and the result of each method, as rows of a table."""
     return [
         {
             "method": each.method,
-            "combinations": f"{len(each.trials)} of {each.combinations}",
+            "combinations": f"{len(each.trials)} of {each.combinations}{_failures(each)}",
             "rounds given": str(each.given),
             "rounds used": str(each.used),
             "best settings": ", ".join(f"{n} = {spelled(v)}" for n, v in (each.best or {}).items()) or "all failed",
