@@ -11,6 +11,12 @@ from fedflat.errors import FedflatError, RecipeError
 from fedflat.recipe import PRESETS, Recipe, load, validated
 
 
+def test_another_engine_keeps_the_device_and_how_clients_train_on_it(tmp_path):
+    (tmp_path / "gpu.toml").write_text('engine = { device = "cuda", graph = true, group = 1, workers = 3 }\n')
+    engine = load(str(tmp_path / "gpu.toml"), ["engine=inline"]).engine
+    assert (engine.name, engine.device, engine.graph, engine.group, engine.workers) == ("inline", "cuda", True, 1, 3)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_printed_recipe_loads_to_itself(name):
     recipe = load(name)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from common import Job, Stopwatch, fit, trained
+from processes import adopt, end_family
 from torch.utils.data import TensorDataset
 
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -52,15 +53,21 @@ class Named(FedAvg):
     def __init__(self, job: Job, spec: str) -> None:
         super().__init__(fraction_evaluate=0.0)
         self._job, self._spec, self.watch = job, spec, Stopwatch(job)
+        self._nodes: list[int] = []
+
+    def wait_for(self, count: int, grid: Grid) -> None:
+        """Wait until all nodes are registered, which happens one by one."""
+        while len(nodes := sorted(grid.get_node_ids())) < count:
+            time.sleep(0.1)
+        self._nodes = nodes
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        nodes = sorted(grid.get_node_ids())
         for client in self._job.cohorts[server_round - 1]:
             task = ConfigRecord({"client": client, "spec": self._spec})
             content = RecordDict({"arrays": arrays, "config": task})
-            yield Message(content, dst_node_id=nodes[client], message_type=MessageType.TRAIN)
+            yield Message(content, dst_node_id=self._nodes[client], message_type=MessageType.TRAIN)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -85,15 +92,18 @@ def main() -> None:
 
     @server.main()
     def rounds(grid: Grid, context: Context) -> None:
-        while len(list(grid.get_node_ids())) < supernodes:  # they register one by one
-            time.sleep(0.1)
+        strategy.wait_for(supernodes, grid)
         strategy.start(grid, ArrayRecord(trained(job.network())), num_rounds=len(job.cohorts))
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     start = {"init_args": {"num_cpus": job.workers, "include_dashboard": False}}
-    strategy.watch.resume()
-    run_simulation(server, client, num_supernodes=supernodes, backend_config=resources | start)
-    strategy.watch.report("flower", "flwr", "ray")
+    adopt()
+    try:
+        strategy.watch.resume()
+        run_simulation(server, client, num_supernodes=supernodes, backend_config=resources | start)
+        strategy.watch.report("flower", "flwr", "ray")
+    finally:
+        end_family()  # Flower asks its actors to end and stops Ray at once, so that some never hear of it
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from fedflat import Dataset, Federation, FedflatError, Samples, federate, models, train
-from fedflat.engine import pool
+from fedflat.engine import cluster, in_process, pool
 from fedflat.engine.heap import MMAP_THRESHOLD, settled_worker
 from fedflat.engine.inline import Inline
 from fedflat.engine.shared import Shared
@@ -257,10 +258,58 @@ def test_a_pool_without_room_leaves_no_files_behind(digits, monkeypatch, full):
     assert made and not any(each.path.exists() for each in made)
 
 
+@pytest.fixture
+def scratches(monkeypatch):
+    """The folders that were made for the memory of clients, for which there is no room."""
+    made = []
+
+    def no_room(*_):
+        raise RunError("no room")
+
+    monkeypatch.setattr(in_process, "Scratch", lambda size: made.append(Scratch(size)) or made[-1])
+    monkeypatch.setattr(in_process, "Memory", no_room)
+    return made
+
+
+def test_an_engine_in_this_process_without_room_leaves_no_files_behind(digits, scratches):
+    problem = Problem.of(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), parse("scaffold"), Local())
+    with pytest.raises(RunError, match="no room"):
+        Inline(problem)
+    assert [each.path.exists() for each in scratches] == [False]
+
+
+def test_a_cluster_without_room_is_left_as_well(digits, scratches, monkeypatch):
+    problem = Problem.of(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), parse("scaffold"), Local())
+    left = []
+    monkeypatch.setattr(cluster, "_connect", lambda *_: (SimpleNamespace(shutdown=lambda: left.append(True)), True))
+    with pytest.raises(RunError, match="no room"):
+        cluster.Cluster(problem)
+    assert left == [True] and [each.path.exists() for each in scratches] == [False]
+
+
+def test_a_pool_that_cannot_start_all_workers_keeps_none(digits, monkeypatch):
+    problem = Problem.of(digits, Network(models.build("mlp", (1, 8, 8), 10, hidden=(8,))), parse("scaffold"), Local())
+    hire, pools = pool.Pool._hire, []
+
+    def first_only(self, number):
+        pools.append(self)
+        if number:
+            raise BlockingIOError("no more processes")
+        hire(self, number)
+
+    monkeypatch.setattr(pool.Pool, "_hire", first_only)
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        pool.Pool(problem, first_state(problem), slots=2, workers=2)
+    ((_, process),) = pools[0]._workers.values()
+    assert not process.is_alive()
+    assert not pools[0]._scratch.path.exists() and not pools[0]._kept.path.exists()
+
+
 RESIDENT = """
 import re
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from fedflat import federate, models
 from fedflat.engine import pool, worker

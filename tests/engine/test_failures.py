@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -172,6 +172,32 @@ def test_in_this_process_a_client_that_raises_is_left_out_as_well(group):
         found, report = played(task, engine, COHORT)
     assert [(r.client, r.reason) for r in report.refused] == [(BAD, "raised")]
     assert found == undisturbed(group=group)
+
+
+class Branching(nn.Module):
+    """A net that decides by a number, which several clients at once cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        y = self.head(x)
+        return 2 * y if bool(y.sum() > 0) else y
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_common_steps_that_fail_though_no_client_does_are_told_and_clients_train_one_by_one(workers):
+    ends = []
+    for group in (1, 3):
+        task = problem(parse("scaffold"), Branching, group=group)
+        engine = Pool(task, first_state(task), slots=6, workers=workers) if workers else Inline(task)
+        told = r"RuntimeError while training: vmap: .*; engine.group = 1 does not try common steps"
+        with closing(engine), nullcontext() if group == 1 else pytest.warns(UserWarning, match=told):
+            state, report = conduct(task, first_state(task), engine, COHORT)
+        assert (report.cohort, report.refused) == (COHORT, [])
+        ends.append(digest(state.weights))
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("deed", DEEDS)

@@ -21,7 +21,10 @@ from fedflat.methods.catalogue import CATALOGUE
 
 SECOND = Path(__file__).parent / "second"
 STEPS = ["fedavg", "fedsam", "looksam", "fedasam", "fedsmoo", "fedsol", "man", "moon", "scaffold", "fedadamw", "muon"]
-CASES = ["device", "dropout", "grouped", "augmented", *CATALOGUE, *(f"waits {method}" for method in STEPS)]
+CASES = ["device", "dropout", "grouped", "augmented", "resumed", "adapters", "flat", *CATALOGUE]
+CASES += [f"waits {method}" for method in STEPS]
+CASES += [f"waits together {method}" for method in ("fedavg", "fedsam", "fedsmoo")]
+CASES += [f"personal {how}" for how in ("finetune", "perfedavg", "knn", "local")]
 
 
 @pytest.fixture(scope="module")

@@ -292,6 +292,16 @@ time.sleep(60)
 """
 
 
+def test_a_scratch_folder_that_cannot_be_claimed_goes_at_once(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "_claimed", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        Scratch(0, tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
 def at_work(folder):
     """Another process with a scratch folder of its own, and that folder's name."""
     names, name = get_context("fork").Pipe(duplex=False)

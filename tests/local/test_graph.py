@@ -5,6 +5,10 @@ them in the same memory. What a CUDA graph would miss is missed here too: everyt
 every tensor that is not the recorded one.
 """
 
+import gc
+from copy import deepcopy
+from weakref import ref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,6 +123,16 @@ def test_another_rate_or_another_place_of_the_weights_is_recorded_anew(recorded)
         train_client(moved, moved.weights.clone(), LocalRule(0.1, 2, graph=True), batches(4, 4), F.cross_entropy)
         moved.bind(moved.weights.clone())
     assert len(recorded) == 4
+
+
+def test_graphs_go_with_their_network_and_stay_behind_when_it_is_copied():
+    net = network()
+    train_client(net, net.weights.clone(), LocalRule(0.1, 2, graph=True), batches(4, 4), F.cross_entropy)
+    assert net.recordings is not None and deepcopy(net).recordings is None
+    gone = ref(net)
+    del net
+    gc.collect()
+    assert gone() is None
 
 
 def test_statistics_counters_and_dropout_are_those_without_a_graph():

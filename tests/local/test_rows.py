@@ -1,5 +1,6 @@
 """Clients in common steps: the same as one by one, up to rounding."""
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -109,6 +110,27 @@ def test_every_decay_of_a_plain_step_counts_and_so_does_a_group_of_one(clients):
         assert one.notes and outcome.notes == pytest.approx(one.notes)
 
 
+def test_what_an_ascent_carries_stands_still_once_its_client_has_finished():
+    class Adding:
+        rows = True
+
+        def __call__(self, slope, carry):
+            return slope(), {"sum": carry["sum"] + slope.weights.abs()}
+
+    network = Network(nn.Sequential(nn.Linear(2, 2)), torch.float64)
+    start, steps = network.weights.clone(), (4, 1, 2)
+    rules = [LocalRule(0.1, n).with_ascent(Adding(), sum=torch.zeros_like(start)) for n in steps]
+    inputs, labels = torch.randn(4, 3, 5, 2, dtype=torch.float64), torch.randint(2, (4, 3, 5))
+    shares = [[[0.2 * (k < n)] * 5 for n in steps] for k in range(4)]
+    batches = list(zip(inputs, labels, torch.tensor(shares, dtype=torch.float64), strict=True))
+    for i, (rule, outcome) in enumerate(zip(rules, train_together(network, start, rules, batches), strict=True)):
+        own = [(x[i], y[i]) for x, y, _ in batches[: rule.steps]]
+        alone = train_alone(network, start, rule, own, F.cross_entropy)
+        torch.testing.assert_close(outcome.carry["sum"], alone.carry["sum"], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(outcome.delta, alone.delta, rtol=1e-12, atol=1e-14)
+        assert outcome.loss == pytest.approx(alone.loss)
+
+
 def test_a_group_trains_in_training_mode():
     class Asked(nn.Linear):
         def forward(self, x):
@@ -137,6 +159,47 @@ def test_convolutions_can_share_too(many, shared_steps):
     one, together = (weights(train(many, net(), "fedsam", **settings, group=group)) for group in (1, 5))
     torch.testing.assert_close(together, one, rtol=1e-9, atol=1e-11)
     assert sorted(shared_steps) == [2, 2, 5, 5, 5, 5]
+
+
+class Centred(nn.Linear):
+    """A layer that subtracts the mean of the batch."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y - y.mean(0)
+
+
+class Noisy(nn.Linear):
+    """A layer that drops inputs without a module for it."""
+
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["", "the head begins with zeros"])
+@pytest.mark.parametrize("layer", [lambda: nn.BatchNorm1d(16, track_running_stats=False), lambda: Centred(16, 16),
+                                   lambda: Noisy(16, 16)], ids=["norm", "mean", "dropout"])  # fmt: skip
+def test_networks_that_mix_samples_train_one_by_one_because_padding_is_a_sample(many, layer, zero, shared_steps):
+    def net():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), layer(), nn.Linear(16, 10))
+        nn.init.zeros_(model[-1].weight) if zero else None
+        return model
+
+    settings = dict(rounds=2, cohort=12, batch=8, engine="inline")
+    one, together = (weights(train(many, net(), "fedavg", **settings, group=group)) for group in (1, 6))
+    assert torch.equal(one, together) and not shared_steps
+
+
+def test_a_client_whose_numbers_overflow_spoils_no_other_that_shares_its_steps(many, shared_steps):
+    inputs = many.dataset.train.inputs.float()
+    inputs[0] = 1e38
+    samples = replace(many.dataset.train, inputs=inputs)
+    spoilt = replace(many, dataset=replace(many.dataset, train=samples, mean=(), std=()))
+    owner = next(c for c in range(40) if 0 in many.shard(c))
+    run = train(spoilt, "mlp", rounds=1, cohort=40, batch=8, group=8, engine="inline", model_hidden=[16])
+    assert [each["client"] for each in run.history[0]["refused"]] == [owner]
+    assert shared_steps == [8] * 5
 
 
 def test_the_number_of_workers_does_not_change_a_bit(many):

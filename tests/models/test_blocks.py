@@ -45,6 +45,13 @@ def test_convolution_is_torchs_with_its_first_and_second_derivatives(size, strid
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize(("stride", "image"), [(1, 1), (1, 4), (2, 4), (2, 2), (1, 9)])
+def test_convolution_takes_one_sample_without_a_batch(stride, image):
+    ours = Convolution(64, 64, 3, stride, padding=1).double()
+    x = torch.randn(64, image, image, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), ours(x[None])[0], rtol=1e-12, atol=1e-13)
+
+
 def _derivatives(conv: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module | None = None) -> list[Tensor]:
     """The output, the gradients of Σ y³ for inputs and parameters, and the gradients of their squared norm."""
     x = x.clone().requires_grad_()

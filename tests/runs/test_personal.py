@@ -508,6 +508,19 @@ def test_the_command_gives_a_row_for_each_run_and_epochs_and_writes_every_client
     assert not [path for path in (copies / "fedavg").iterdir() if path.name.startswith(".personal")]
 
 
+@pytest.mark.parametrize("how", ["finetune", "local"])
+def test_a_run_of_an_accelerator_with_graphs_is_adapted_on_the_processor(copies, how):
+    options = ["--how", how, "--epochs", "1", "--size", "20", "--workers", "1"]
+    personalize("fedavg", *options)
+    here = (copies / f"fedavg/personal-{how}.jsonl").read_text()
+    path = copies / "fedavg/recipe.toml"
+    engine = load(str(path)).engine.model_copy(update={"name": "auto", "device": "cuda", "graph": True})
+    path.write_text(load(str(path)).model_copy(update={"engine": engine}).to_toml())
+    assert load_run(copies / "fedavg").recipe.engine.graph
+    personalize("fedavg", *options)
+    assert (copies / f"fedavg/personal-{how}.jsonl").read_text() == here
+
+
 def test_the_command_hands_on_its_options(copies):
     personalize("fedavg", "--how", "perfedavg", "--epochs", "1", "--size", "20", "--lr", "0.03")
     personalize("fedavg", "--how", "knn", "--epochs", "1", "--size", "20", "--mix-with", "logits", "--mix", "0.9")

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from fedflat import trusted
 from fedflat.cli import app
+from fedflat.cli.sweep import train_all
+from fedflat.engine import pool
 from fedflat.errors import RecipeError, RunError
 from fedflat.methods.parser import parse, spell
 from fedflat.recipe import load
@@ -26,6 +28,7 @@ from fedflat.runs.sweep import (
     jobs_for,
     load_sweep,
     refuse_other_settings,
+    results,
     shipped,
     summarised,
     throughput,
@@ -330,6 +333,21 @@ def test_a_trial_must_be_worth_its_time(tmp_path, monkeypatch, rounds, seconds, 
     tried = timed_trial(monkeypatch, {(2, 1): 2.0, (1, 2): 1.0}, seconds)
     assert throughput.fastest(sweep, tmp_path, 2, 2, False)[0] == (2, 1)
     assert len(tried) == trials
+
+
+@pytest.mark.parametrize(
+    ("jobs", "left", "layout"),
+    [(0, 3, (3, 1)), (0, 1, (1, 4)), (0, 0, (1, 4)), (2, 3, (2, 2)), (2, 1, (2, 4)), (9, 3, (9, 1)), (9, 1, (9, 4))],
+)
+def test_the_cores_are_divided_among_the_runs_that_are_left(tmp_path, monkeypatch, jobs, left, layout):
+    plan = load_sweep(written(tmp_path, "[grid]\nseed = [0, 1, 2]\n"))
+    slugs = [point.slug for point in plan.points]
+    monkeypatch.setattr(results, "finished", lambda folder, point: slugs.index(point.slug) >= left)
+    monkeypatch.setattr(pool, "cores", lambda: 4)
+    taken = []
+    monkeypatch.setattr(Jobs, "run", lambda work, *_: taken.append((work.jobs, work.workers)))
+    train_all(plan, tmp_path, jobs, trust=False)
+    assert taken == [layout]
 
 
 def test_a_trial_trains_a_few_rounds_aside_and_a_run_that_fails_has_no_rate(tmp_path):

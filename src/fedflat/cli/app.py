@@ -11,13 +11,23 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from fedflat.errors import printable, visible
+from fedflat.errors import nearest, printable, visible
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-class Front(typer.core.TyperGroup):
+class Group(typer.core.TyperGroup):
+    """Several commands. The answer to an unknown one names the nearest, once: click and typer would both name it."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if not name.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
+            ctx.fail(f"No such command {name!r}; {nearest(name, self.commands)}")
+        return super().resolve_command(ctx, args)
+
+
+class Front(Group):
     """All commands. Their list is plain text: typer would import parsers of Markdown and of code to draw it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

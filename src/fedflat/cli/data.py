@@ -5,10 +5,10 @@ from typing import Any
 
 import typer
 
-from fedflat.cli.app import DirOption, JsonOption, app, out, show
+from fedflat.cli.app import DirOption, Group, JsonOption, app, out, show
 from fedflat.errors import DataError
 
-data_app = typer.Typer(help="Data sets: list, get, show.", no_args_is_help=True)
+data_app = typer.Typer(cls=Group, help="Data sets: list, get, show.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 

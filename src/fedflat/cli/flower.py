@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from fedflat.cli.app import SetOption, Spread, TrustOption, app, out
+from fedflat.cli.app import Group, SetOption, Spread, TrustOption, app, out
 from fedflat.errors import RecipeError
 
-deployment = typer.Typer(help="A deployment over Flower: init, keys, digest.", no_args_is_help=True)
+deployment = typer.Typer(cls=Group, help="A deployment over Flower: init, keys, digest.", no_args_is_help=True)
 app.add_typer(deployment, name="flower")
 
 

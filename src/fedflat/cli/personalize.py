@@ -44,7 +44,7 @@ def personalize(
     from rich.progress import track
 
     from fedflat.engine import cores
-    from fedflat.runs.build import assemble, last_lr, load_run
+    from fedflat.runs.build import assemble, last_lr, load_run, on_cpu
     from fedflat.runs.export import standing
     from fedflat.runs.folder import read_model, read_recipe
     from fedflat.runs.neighbours import Neighbours
@@ -60,7 +60,7 @@ def personalize(
         problem = load_run(run)
         recipe = problem.recipe
         if how == "local":
-            problem = assemble(recipe, problem.federation, None, problem.method, problem.task)
+            problem = assemble(on_cpu(recipe), problem.federation, None, problem.method, problem.task)
         usual = recipe.local.lr if how == "local" else last_lr(recipe, standing(run)["rounds"])
         rate = {"lr": usual if lr is None else lr, "lr_decay": lr_decay}
         watch = partial(track, description=str(run), console=err, transient=True, disable=not err.is_terminal)

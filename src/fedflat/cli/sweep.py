@@ -89,11 +89,12 @@ def train_all(plan: "Sweep", folder: Path, jobs: int, trust: bool) -> dict[str, 
     """Run everything that is left; return the error messages of failed runs."""
     from fedflat.engine.pool import cores
     from fedflat.files import free_memory
-    from fedflat.runs.sweep import Jobs, fastest, jobs_for
+    from fedflat.runs.sweep import Jobs, fastest, jobs_for, unfinished
 
-    workers = max(1, cores() // (jobs or cores()))
+    left = max(1, len(unfinished(folder, plan)))
+    workers = max(1, cores() // min(jobs or cores(), left))
     if not jobs:
-        most = jobs_for(cores(), len(plan.points), free_memory())
+        most = jobs_for(cores(), left, free_memory())
         (jobs, workers), rates = fastest(plan, folder, cores(), most, trust)
         if rates:
             tried = ", ".join(f"{n} × {w}: {rate:.3g}" for (n, w), rate in rates.items())

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -73,8 +74,12 @@ class Cluster(InProcess):
         keep_freed_memory(below=FREED)
         self._ray, self._own = _connect(address, workers)
         self._deadline = deadline
-        super().__init__(problem)
-        self._store = self._ray.put(_packed(problem, question))
+        with ExitStack() as begun:  # undone if there is no room for the clients' memory or for the problem
+            begun.callback(self._leave)
+            super().__init__(problem)
+            begun.callback(super().close)
+            self._store = self._ray.put(_packed(problem, question))
+            begun.pop_all()
         self._task = self._ray.remote(num_cpus=1, max_retries=RETRIES)(_task)
 
     def local_rounds(self, broadcast: Broadcast, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
@@ -88,8 +93,12 @@ class Cluster(InProcess):
 
         for clients, answer in self._each(left, job):
             if isinstance(answer, Failure) and len(clients) > 1:
+                self._apart.add(clients, answer.detail)
                 left.extend([client] for client in clients)
-            elif isinstance(answer, Failure):
+                continue
+            if len(clients) == 1:
+                self._apart.ended(clients[0], well=not isinstance(answer, Failure))
+            if isinstance(answer, Failure):
                 yield Refusal(clients[0], answer.reason, answer.detail)
             else:
                 for each in answer:
@@ -150,9 +159,12 @@ class Cluster(InProcess):
 
     def close(self) -> None:
         del self._store
+        self._leave()
+        super().close()
+
+    def _leave(self) -> None:
         if self._own:
             self._ray.shutdown()
-        super().close()
 
 
 def _connect(address: str | None, workers: int) -> tuple[Any, bool]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
+
 from fedflat.engine.store import Memory, Scratch
 from fedflat.local import Vectors
 from fedflat.methods import Upload, Uploads
-from fedflat.rounds import Problem, Refusal, misfit_memory
+from fedflat.rounds import Apart, Problem, Refusal, misfit_memory
 
 
 class InProcess:
     """The clients' memory between rounds, and what the clients of the current round want to add to it."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._scratch = Scratch(problem.memory_room())
+        self._problem, self._apart = problem, Apart()
         self._kept: dict[int, Vectors] = {}
         dtype = problem.network.weights.dtype
-        self.memory = Memory(self._scratch.path, problem.federation.clients, problem.memory, dtype)
+        with ExitStack() as files:  # removed at once if there is no room for the memory
+            self._scratch = files.enter_context(closing(Scratch(problem.memory_room())))
+            self.memory = Memory(self._scratch.path, problem.federation.clients, problem.memory, dtype)
+            files.pop_all()
 
     def _received(self, upload: Upload, kept: Vectors) -> Upload | Refusal:
         """Hold back what a client wants to keep until its upload is merged; refuse what does not fit its memory."""

@@ -48,8 +48,12 @@ class Inline(InProcess):
                 trained = self._worker.local_rounds(broadcast, clients, memories)
         except Exception as error:
             if len(clients) == 1:
+                self._apart.ended(clients[0], well=False)
                 return [Refusal(clients[0], "raised", failure(error, self._worker.stage), error)]
+            self._apart.add(clients, failure(error, self._worker.stage))
             return [outcome for client in clients for outcome in self._local_rounds(broadcast, [client])]
+        if len(clients) == 1:
+            self._apart.ended(clients[0], well=True)
         return [self._received(upload, kept) for upload, kept in trained]
 
     @unless_seen

@@ -35,6 +35,7 @@ from fedflat.rounds import (
     ABOUT,
     STAGES,
     About,
+    Apart,
     Broadcast,
     Problem,
     Questions,
@@ -101,13 +102,17 @@ class Pool:
             self._files = files.pop_all()
         self._context: Any = get_context(start)
         self._numbers = count(1)
+        self._apart = Apart()
         self._given_up = False
         self._places: dict[int, int] = {}
         self._workers: dict[Any, tuple[int, Any]] = {}
         self._answers = DefaultSelector()
         if start == "fork":
             gc.freeze()  # the collector would write to all objects, and each worker would copy them
-        self._hire_all(workers)
+        with ExitStack() as hired:  # none is left if another cannot be started
+            hired.callback(self.close)
+            self._hire_all(workers)
+            hired.pop_all()
         atexit.register(self.close)  # multiprocessing would wait at exit for workers that ignore signals
 
     @property
@@ -159,6 +164,8 @@ class Pool:
             answers = [answer] * len(slots) if isinstance(answer, Failure) else answer
             for slot, each in zip(slots, answers, strict=True):
                 lost = isinstance(each, Failure)
+                if len(slots) == 1:
+                    self._apart.ended(order[slot], well=not lost)
                 yield _refusal(order[slot], each) if lost else self._shared.completed(each, slot)
                 self._shared.release()
 
@@ -224,7 +231,10 @@ class Pool:
         lost[task.start, task.stop] += 1
         if answer.reason == "died" and (size > 1 or not trains) and lost[task.start, task.stop] <= RETRIES:
             return [task._replace(number=next(self._numbers))]
-        alone = range(task.start, task.stop) if trains and size > 1 and answer.error is None else ()
+        if not trains or size == 1 or answer.error:
+            return []
+        self._apart.add(self._shared.who(task.start, task.stop), answer.detail)
+        alone = range(task.start, task.stop)
         return [task._replace(number=next(self._numbers), start=i, stop=i + 1) for i in alone]
 
     def _lay(self, left: deque[Task]) -> None:

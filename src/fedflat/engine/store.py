@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -196,7 +196,10 @@ class Scratch:
             root, self.in_memory = memory if roomy else Path(tempfile.gettempdir()), roomy
             _sweep(root)
             self.path = Path(tempfile.mkdtemp(prefix=f"fedflat-{os.getpid()}-", dir=root))
-            self._owner = _claimed(self.path)
+            with ExitStack() as made:  # removed at once if it cannot be claimed
+                made.callback(shutil.rmtree, self.path, ignore_errors=True)
+                self._owner = _claimed(self.path)
+                made.pop_all()
         except OSError as error:
             raise RunError(f"no room for the clients' vectors ({error.strerror}); {ADVICE}") from None
 

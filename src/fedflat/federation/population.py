@@ -260,8 +260,11 @@ class Federation:
         streams = [self._indices(c, size, k, o) for c, k, o in zip(clients, steps, orders, strict=True)]
         each = [batch for step in zip_longest(*streams, fillvalue=torch.zeros(0).long()) for batch in step]
         lengths = torch.tensor([len(batch) for batch in each]).unsqueeze(1)
-        indices = pad_sequence(each, batch_first=True)
-        shares = (torch.arange(indices.shape[1]) < lengths).to(self.dtype) / lengths.clamp(min=1)
+        here = torch.arange(int(lengths.max())) < lengths
+        # A client's own sample as padding: where logits overflow, even a share of 0 leaves no number.
+        own = torch.stack([self.shard(client)[:1] for client in clients]).repeat(len(each) // len(clients), 1)
+        indices = pad_sequence(each, batch_first=True).where(here, own)
+        shares = here.to(self.dtype) / lengths.clamp(min=1)
         shares = shares.to(self.dataset.train.inputs.device)
         block = len(clients) * max(1, self._block // (len(clients) * indices.shape[1]))
         for some, theirs in zip(indices.split(block), shares.split(block), strict=True):
@@ -303,7 +306,7 @@ class Federation:
     def counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The number of samples of each class that each client holds, as clients × classes."""
         shards = [shard.numpy() for shard in self.shards]
-        return partition.counts(self.dataset.train.labels.numpy(), shards, self.dataset.classes)
+        return partition.counts(self.dataset.train.labels.cpu().numpy(), shards, self.dataset.classes)
 
     def local_tests(self, seed: int, size: int = 1000) -> tuple[Tensor, ...]:
         """Return the indices of each client's test samples, with the label distribution of its training samples.
@@ -316,7 +319,7 @@ class Federation:
         """
         if self.tests is not None and (size == authors.MATCHED or self.dataset.vocabulary):
             return self.tests
-        labels = self.dataset.test.labels.numpy()
+        labels = self.dataset.test.labels.cpu().numpy()
         return tuple(
             torch.from_numpy(partition.matched_test(row, labels, numpy_generator(seed, "local test", client=i), size))
             for i, row in enumerate(self.counts())

@@ -1,7 +1,7 @@
 """Local training: the ingredients of a step, its reference implementation, and faster kernels for it."""
 
 from fedflat.local.kernels import definition_only
-from fedflat.local.kernels.rows import can_share, group_size, train_together
+from fedflat.local.kernels.rows import can_share, group_size, mixes_samples, train_together
 from fedflat.local.rule import Ascent, Batch, Descent, LocalRule, Loss, Outcome, Term, Vectors
 from fedflat.local.slope import Pass, Slope
 from fedflat.local.step import corrected, train
@@ -21,6 +21,7 @@ __all__ = [
     "corrected",
     "definition_only",
     "group_size",
+    "mixes_samples",
     "train",
     "train_together",
 ]

@@ -92,6 +92,8 @@ class Convolution(nn.Conv2d):
         self._channels = inputs * outputs / (inputs + outputs)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4:  # one sample without a batch
+            return super().forward(x)
         height, width = x.shape[-2:]
         if self._same and self._saves_products(x, height, width):
             y = convolve(x, self.weight)

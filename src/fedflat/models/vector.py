@@ -54,6 +54,7 @@ class Network:
         self, module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu", autocast: bool = False
     ) -> None:
         self.autocast = autocast
+        self.recordings: object = None  # of the local step by `kernels/graph.py`, which go when the network goes
         self.module = plain_output(module.to(device=device, dtype=dtype))
         named = dict(self.module.named_parameters())
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}

@@ -109,7 +109,7 @@ LASTING = {
     "data": {"dir", "normalise", "crop", "crop_probability", "crop_fill", "flip", "cutout"},
     "split": {"clients", "seed", "draws"},
     "model": {"buffers"},
-    "engine": {"workers", "address", "device", "group"},
+    "engine": {"workers", "address", "device", "group", "graph"},
 }
 
 

@@ -5,7 +5,7 @@ from fedflat.rounds.admission import check_samples, counted_samples
 from fedflat.rounds.client import ABOUT, STAGES, About, Question, Questions, Worker, lent_generator
 from fedflat.rounds.cohort import cohort_seed, cohort_size, draw_cohort
 from fedflat.rounds.faults import misfit, misfit_memory
-from fedflat.rounds.interface import ClientMemory, Engine, chunks, groups, one_thread, unless_seen
+from fedflat.rounds.interface import Apart, ClientMemory, Engine, chunks, groups, one_thread, unless_seen
 from fedflat.rounds.measures import gradient_norm, margin_loss
 from fedflat.rounds.medians import NORMS
 from fedflat.rounds.metrics import Score, bytes_of, flat_record, score
@@ -18,6 +18,7 @@ __all__ = [
     "NORMS",
     "STAGES",
     "About",
+    "Apart",
     "Broadcast",
     "ClientMemory",
     "Engine",

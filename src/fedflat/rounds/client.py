@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedflat.federation import batch_steps
-from fedflat.local import Batch, LocalRule, Outcome, Vectors, can_share, train, train_together
+from fedflat.local import Batch, LocalRule, Outcome, Vectors, can_share, mixes_samples, train, train_together
 from fedflat.methods import Upload
 from fedflat.randomness import forked, generator
 from fedflat.rounds.metrics import Score, proximal_loss, score
@@ -102,6 +102,7 @@ class Worker:
         self._stage = (torch.zeros(1, dtype=torch.int64) if stage is None else stage).numpy()
         self._first = problem.first_memory() if first is None else first
         self._feed = feed
+        self._mixes: bool | None = None
 
     @property
     def stage(self) -> str:
@@ -135,7 +136,7 @@ class Worker:
             return [self.local_round(broadcast, client, memory) for client, memory in named]
         plans = [self._plan(broadcast, client, memory) for client, memory in named]
         starts, rules = [sent["weights"] for sent, _, _ in plans], [rule for _, _, rule in plans]
-        if not can_share(problem.network, rules, problem.loss, labels):
+        if not can_share(problem.network, rules, problem.loss, labels) or self._mixes_samples(starts[0]):
             return [self.local_round(broadcast, client, memory) for client, memory in named]
         orders = [self._order(broadcast, client) for client in clients]
         steps = [rule.steps for rule in rules]
@@ -144,6 +145,14 @@ class Worker:
         outcomes = train_together(problem.network, torch.stack(starts), rules, batches)
         planned = zip(clients, plans, outcomes, strict=True)
         return [self._report(sent, client, memory, outcome) for client, (sent, memory, _), outcome in planned]
+
+    def _mixes_samples(self, weights: Tensor) -> bool:
+        """Whether the network mixes the samples of a batch; found out once, on the same samples in every process."""
+        if self._mixes is None:
+            last = self.problem.federation.size("train") - 1
+            some = torch.tensor(sorted({0, last // 2, last}))
+            self._mixes = mixes_samples(self.problem.network, weights, self.problem.federation.batch(some, None)[0])
+        return self._mixes
 
     def _plan(self, broadcast: Broadcast, client: int, memory: Vectors | None) -> tuple[Vectors, Vectors, LocalRule]:
         """Return what the client received, with its own start as the weights, its memory, and its rule."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Protocol, TypeVar, cast
 from weakref import ref
@@ -122,6 +124,42 @@ def groups(problem: Problem, cohort: Sequence[int]) -> list[list[int]]:
     """
     order = problem.federation.largest_first(cohort)
     return [order[i : i + problem.group] for i in range(0, len(order), problem.group)]
+
+
+class Apart:
+    """Clients that share steps and whose group failed, so that they train one by one instead.
+
+    If one of them fails on its own too, its refusal says why. If none does, the common steps themselves are at fault: a
+    warning says why, since the clients' results would not show it.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, _Group] = {}
+
+    def add(self, clients: Sequence[int], why: str) -> None:
+        """Note that the common steps of these clients failed."""
+        self._groups |= dict.fromkeys(clients, _Group(why, len(clients)))
+
+    def ended(self, client: int, well: bool) -> None:
+        """Note that a client has trained on its own, and warn if it was the last of a group in which nobody failed."""
+        group = self._groups.pop(client, None)
+        if group is None:
+            return
+        group.left -= well  # never reaches 0 if one failed
+        if not group.left:
+            warnings.warn(
+                "clients train one by one because their common steps failed, which they do not on their own: "
+                f"{group.why}; engine.group = 1 does not try common steps",
+                stacklevel=2,
+            )
+
+
+@dataclass
+class _Group:
+    """Why a group failed, and how many of its clients have not yet trained well on their own."""
+
+    why: str
+    left: int
 
 
 def chunks(samples: int, size: int) -> list[tuple[int, int]]:

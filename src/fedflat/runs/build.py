@@ -203,6 +203,11 @@ def _device(recipe: Recipe) -> str:
     return device
 
 
+def on_cpu(recipe: Recipe) -> Recipe:
+    """The recipe without its accelerator, for work on a finished run."""
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"device": "cpu", "graph": False})})
+
+
 def _engine(recipe: Recipe) -> tuple[str, int]:
     """The engine and its number of workers.
 
@@ -286,7 +291,7 @@ def load_run(
     home = directory.parent.parent if checkpoint else directory
     try:
         open_code(recipe, home)
-        near = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"device": "cpu"})})
+        near = on_cpu(recipe)
         if not checkpoint:  # a finished run holds the whole model, so its base may be missing
             near = near.model_copy(update={"model": near.model.model_copy(update={"base": None})})
         problem = assemble(near, federation or gather(recipe, home), module, parse(recipe.method), task)

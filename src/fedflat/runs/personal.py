@@ -73,7 +73,7 @@ def personalise(
         size: the number of test samples of a client.
         neighbours: the settings of "knn".
         watch: wraps the sequence of clients, for example to show progress.
-        workers: the number of processes in which clients adapt; 1 means this process.
+        workers: the number of processes in which clients adapt; 1 means this process, as does an accelerator.
 
     Returns:
         One result for each client and number of epochs.
@@ -113,7 +113,7 @@ def _adapted(
 ) -> Generator[list[Personal], None, None]:
     """The results of each client, computed in order by this process, or by several with the largest clients first."""
     workers = min(workers, len(clients))
-    if workers == 1:
+    if workers == 1 or start.device.type != "cpu":  # processes cannot share the memory of an accelerator
         for client in clients:
             with one_thread():
                 yield adaptation.of(client, start)

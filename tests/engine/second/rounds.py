@@ -9,8 +9,12 @@ import json
 import sys
 import traceback
 import types
-from contextlib import closing
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -18,13 +22,20 @@ from torch import nn
 
 from fedflat import Augment, Federation, federate
 from fedflat.engine.inline import Inline
+from fedflat.flatness import look
 from fedflat.local.kernels import definition_only
 from fedflat.methods.catalogue import CATALOGUE
 from fedflat.methods.parser import parse
+from fedflat.models import lora
 from fedflat.models.vector import Network
-from fedflat.recipe import Local, Server
+from fedflat.recipe import Local, Server, validated
+from fedflat.rounds import client
 from fedflat.rounds.server import conduct, first_state
 from fedflat.rounds.setup import Problem
+from fedflat.runs import build
+from fedflat.runs.build import assemble
+from fedflat.runs.experiment import execute
+from fedflat.runs.personal import personalise
 
 
 def register(library: str) -> None:
@@ -51,16 +62,15 @@ def register(library: str) -> None:
 
 def net(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    head = nn.Linear(72, 10)
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(dropout), head
-    )
+    body = nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    masks = [nn.Dropout(dropout)] if dropout else []  # a network with dropout trains its clients one by one
+    return nn.Sequential(*body, *masks, nn.Linear(72, 10))
 
 
 def problem(federation: Federation, method: str, device: str, steps: int = 2, **settings) -> Problem:
     local = Local(steps=steps, batch=6, lr=0.1, momentum=0.5, weight_decay=1e-3, clip=1.0)
     dropout = settings.pop("dropout", 0.0)
-    network = Network(net(dropout), torch.float64, device)
+    network = Network(settings.pop("build", lambda: net(dropout))(), torch.float64, device)
     return Problem.of(federation.to(torch.float64, device), network, parse(method), local, **settings)
 
 
@@ -85,18 +95,78 @@ def compared(federation: Federation, method: str, **settings) -> None:
         torch.testing.assert_close(there, here, rtol=1e-9, atol=1e-9)
 
 
+@contextmanager
+def shared_steps() -> Iterator[list[int]]:
+    """The sizes of the groups of clients that went together."""
+    sizes: list[int] = []
+    together = client.train_together
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "train_together", lambda *a: sizes.append(len(a[2])) or together(*a))
+        yield sizes
+
+
 def grouped(federation: Federation) -> None:
     """Several clients at a time through the batched kernel."""
-    compared(federation, "fedavg", group=3)
+    with shared_steps() as sizes:
+        compared(federation, "fedsmoo", group=3)
+    assert sizes == [3, 3], "on the device; the CPU took the definition"
 
 
-def waits(federation: Federation, method: str) -> None:
+def personal(federation: Federation, how: str) -> None:
+    """Clients adapt on the device, in this process however many are asked for."""
+    found = []
+    for device, workers in (("second", 2), ("cpu", 1)):
+        task = problem(federation, "fedavg", device)
+        found.append(personalise(task, task.network.weights, (1,), how, size=20, workers=workers))
+    assert found[0] == found[1]
+
+
+def resumed(federation: Federation) -> None:
+    """A run that continues from a checkpoint on the device ends as the whole one, and is loaded on the CPU."""
+    recipe = validated({"split": {"name": "given", "clients": 3}, "server": {"cohort": 3, "rounds": 3},
+                        "checkpoint": {"every": 1}, "engine": {"device": "cuda"}, "precision": "float64",
+                        "evaluation": {"measures": ["gradient", "lambda", "margin", "local_sharpness"]}})  # fmt: skip
+    method = parse("fedsmoo + man(0.1)")
+
+    def run(folder: Path, *callbacks, **settings) -> torch.Tensor:
+        recorded = execute(assemble(recipe, federation, net(), method), folder, callbacks, **settings)
+        return torch.cat([p.detach().cpu().flatten() for p in recorded.model.parameters()])
+
+    def stop(record) -> None:
+        if record["round"] == 2:
+            raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setattr(build, "_device", lambda recipe: "second" if recipe.engine.device == "cuda" else "cpu")
+        whole = run(Path(folder, "whole"))
+        with pytest.raises(InterruptedError):
+            run(Path(folder, "parts"), stop)
+        assert torch.equal(run(Path(folder, "parts"), resume=True), whole)
+        loaded = build.load_run(Path(folder, "whole"), federation, module=net())
+        assert torch.equal(loaded.network.weights, whole)
+
+
+def adapters(federation: Federation) -> None:
+    """LoRA, whose frozen weights are on the device too."""
+    compared(federation, "fedsam", build=lambda: lora(net(), rank=2, targets="all"))
+
+
+def flat(federation: Federation) -> None:
+    """The flatness of a model on the device is that on the CPU."""
+    data = federation.to(torch.float64).batch(torch.arange(30), None)
+    there, here = (look(net().double().to(device), data) for device in ("second", "cpu"))
+    assert str(there) == str(here)
+
+
+def waits(federation: Federation, method: str, group: int = 1) -> None:
     """More local steps do not make the host wait more often."""
     counts = []
     for steps in (2, 5):
-        task = problem(federation, method, "second", steps=steps, group=1)
+        task = problem(federation, method, "second", steps=steps, group=group)
         before = torch.ops.second.waits()
-        two_rounds(task)
+        with shared_steps() as sizes:
+            two_rounds(task)
+        assert sizes == ([] if group == 1 else [3, 3])
         counts.append(torch.ops.second.waits() - before)
     assert counts[0] == counts[1], f"{counts[0]} waits with 2 steps and {counts[1]} with 5"
 
@@ -108,8 +178,9 @@ def dropout(federation: Federation) -> None:
     first = two_rounds(task)
     for state, now in zip(states, (torch.get_rng_state(), torch.ops.second.state()), strict=True):
         assert torch.equal(state, now), "a generator was left in another state"
+    again = problem(federation, "fedavg", "second", dropout=0.5)  # seeds the device's generator for its weights
     torch.ops.second.seed(99)
-    assert torch.equal(first[0], two_rounds(problem(federation, "fedavg", "second", dropout=0.5))[0])
+    assert torch.equal(first[0], two_rounds(again)[0])
     assert not torch.equal(first[0], two_rounds(problem(federation, "fedavg", "second"))[0])
 
 
@@ -132,16 +203,24 @@ def refusals() -> None:
 # One for each kind of local step; those that decide by a number in every step (fedgf, top_eigenvalue, …) must wait.
 STEPS = ["fedavg", "fedsam", "looksam", "fedasam", "fedsmoo", "fedsol", "man", "moon", "scaffold", "fedadamw", "muon"]
 
+TOGETHER = ["fedavg", "fedsam", "fedsmoo"]
+PERSONAL = ["finetune", "perfedavg", "knn", "local"]
+
 
 def main() -> None:
+    warnings.simplefilter("error", UserWarning)  # clients whose common steps fail train one by one
     register(sys.argv[1])
     torch.set_num_threads(1)
     federation = federate("digits", "iid", 3, seed=1, limit=60)
     shaken = replace(federation, augment=Augment(crop=1, flip=0.5, cutout=2))
     cases = {"device": refusals, "dropout": lambda: dropout(federation), "grouped": lambda: grouped(federation)}
     cases |= {method: lambda method=method: compared(federation, method) for method in CATALOGUE}
+    cases |= {f"personal {how}": lambda how=how: personal(federation, how) for how in PERSONAL}
+    cases |= {"resumed": lambda: resumed(federation), "adapters": lambda: adapters(federation)}
+    cases["flat"] = lambda: flat(federation)
     cases["augmented"] = lambda: compared(shaken, "fedavg")
     cases |= {f"waits {m}": lambda m=m: waits(federation, m) for m in STEPS}
+    cases |= {f"waits together {m}": lambda m=m: waits(federation, m, 3) for m in TOGETHER}
     for name, case in cases.items():
         try:
             case()

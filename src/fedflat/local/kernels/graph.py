@@ -8,8 +8,7 @@ are the network's own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,14 +95,12 @@ class GraphedStep:
     The graphs of a network are kept from client to client, until a constant of the step changes.
     """
 
-    _known: ClassVar[WeakKeyDictionary[Network, Recordings]] = WeakKeyDictionary()
-
     def __init__(self, network: Network, rule: LocalRule) -> None:
         decay = rule.decay + rule.weight_decay
         constants = (network.weights.data_ptr(), rule.lr, rule.momentum, rule.nesterov, decay)
-        known = self._known.get(network)
-        if known is None or known.constants != constants:
-            known = self._known[network] = Recordings(network, rule, constants)
+        known = network.recordings
+        if not isinstance(known, Recordings) or known.constants != constants:
+            known = network.recordings = Recordings(network, rule, constants)
         self._recordings = known
 
     @classmethod

@@ -7,8 +7,7 @@ one in `step.py`: its formulas reduce over the last dimension, so they apply to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +24,14 @@ from fedflat.local.rule import SAMPLED, LocalRule, Loss, Outcome, Vectors
 from fedflat.local.step import step
 from fedflat.local.watcher import Watcher
 from fedflat.models import Layout, Network
+from fedflat.randomness import forked
 
 # Largest number of parameters and number of clients per group, measured by benchmarks/grouping.py.
 SMALL_CHAIN, SMALL, TOGETHER, FEWEST = 100_000, 30_000, 16, 4
 # Not measured: on an accelerator, medium-sized models also profit from several clients at once.
 SMALL_ACCELERATED = 5_000_000
+NOISE, ROUNDING = 0.1, 1e-3  # of the test whether samples are mixed; rounding alone is far below
+WEIGHTS = ""  # the weights beside the vectors that an ascent carries, which have names
 RowBatch = tuple[Tensor, Tensor, Tensor]  # inputs, labels and shares of every row
 ALIKE = ("lr", "momentum", "nesterov", "weight_decay", "clip", "clip_mode", "scale", "decay", "spring")
 
@@ -74,6 +76,31 @@ def can_share(network: Network, rules: Sequence[LocalRule], loss: Loss, labels: 
     return plain and rows and still and all(getattr(r, name) == getattr(first, name) for r in rules for name in ALIKE)
 
 
+def mixes_samples(network: Network, weights: Tensor, inputs: Tensor) -> bool:
+    """Return whether the logits of a sample depend on others of its batch, as with batch statistics, or on chance.
+
+    Padding would change such logits, so the clients train one by one. The logits of a batch are compared with and
+    without its last sample, at w + noise, because a layer may begin with zeros. A network that fails here counts as
+    mixing: its clients then fail, or not, on their own.
+
+    Args:
+        network: the network that all clients share.
+        weights: weights w at which the samples differ, for example those of the server.
+        inputs: a few samples.
+    """
+    if linear_layers(network):
+        return False
+    chance = torch.Generator().manual_seed(0)
+    noise = torch.randn(weights.shape, generator=chance, dtype=weights.dtype).to(weights.device)
+    with forked(weights.device), network.standing_at(weights + NOISE * noise, network.buffers):
+        network.module.train()
+        try:
+            fewer, more = network.module(inputs[:-1]), network.module(inputs)[:-1]
+        except Exception:
+            return True
+    return not torch.allclose(fewer, more, rtol=ROUNDING, atol=ROUNDING * float(fewer.abs().max()))
+
+
 def train_together(
     network: Network, start: Tensor, rules: Sequence[LocalRule], batches: Iterable[RowBatch]
 ) -> list[Outcome]:
@@ -92,27 +119,29 @@ def train_together(
     rule, starts = _stacked(rules), start.expand(len(rules), -1)
     weights = starts.clone()  # contiguous also if `start` is one vector for all
     velocity = torch.zeros_like(weights) if rule.momentum else None
-    carry, losses, looks = dict(rule.carry), weights.new_zeros(len(rules)), weights.new_zeros(len(rules))
+    carry, losses, looks = dict(rule.carry), weights.new_zeros(len(rules)), [0] * len(rules)
     slope, update = RowSlope(network, weights), FusedUpdate(network, rule)
     at_once = slope.chain if rule.plain else None
     watchers = [Watcher(network, r, F.cross_entropy) for r in rules] if rule.watched else []
     for k, batch in enumerate(batches):
-        slope.at(batch)
+        slope.at(batch, [i for i, r in enumerate(rules) if r.steps <= k])
         _watch(watchers, network, weights, batch)
-        with _standing_still(slope.done, weights, carry):
-            if at_once:
-                slope.loss = at_once.descend(*batch, rule.lr, rule.decay + rule.weight_decay)
-            else:
-                gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)  # type: ignore[arg-type]
-                slope.look_at_w(k)
-                step(weights, gradient, velocity, rule, update=update)
+        still = _rows({WEIGHTS: weights, **carry}, slope.done)
+        if at_once:
+            slope.loss = at_once.descend(*batch, rule.lr, rule.decay + rule.weight_decay)
+        else:
+            gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)  # type: ignore[arg-type]
+            slope.look_at_w(k)
+            step(weights, gradient, velocity, rule, update=update)
+        _restore({WEIGHTS: weights, **carry}, slope.done, still)
         if slope.loss is not None:
             losses += slope.loss
-            looks += 1.0 if slope.done is None else (~slope.done).to(looks)
+            looks = [count + (r.steps > k) for count, r in zip(looks, rules, strict=True)]
+    means = (losses / losses.new_tensor(looks)).tolist()
     return [
         Outcome(
             weights[i] - starts[i],
-            float(losses[i] / looks[i]),
+            means[i],
             r,
             {n: v[i] for n, v in carry.items()},
             watchers[i].means() if watchers else {},
@@ -138,13 +167,16 @@ def _stacked(rules: Sequence[LocalRule]) -> LocalRule:
     return replace(first, pull=pull, carry=carry)
 
 
-@contextmanager
-def _standing_still(done: Tensor | None, weights: Tensor, carry: Vectors) -> Iterator[None]:
-    """Restore the rows of finished clients on exit."""
-    kept = None if done is None else [(x, x[done].clone()) for x in (weights, *carry.values())]
-    yield
-    for x, rows in kept or ():
-        x[done] = rows
+def _rows(vectors: Vectors, done: Tensor | None) -> Vectors:
+    """Return the rows of finished clients, which a step must not change."""
+    return {} if done is None else {name: x.index_select(0, done) for name, x in vectors.items()}
+
+
+def _restore(vectors: Vectors, done: Tensor | None, rows: Vectors) -> None:
+    """Write the rows of finished clients back, also into new tensors that an ascent has returned."""
+    if done is not None:
+        for name, kept in rows.items():
+            vectors[name].index_copy_(0, done, kept)
 
 
 class RowSlope:
@@ -156,12 +188,17 @@ class RowSlope:
         self.chain = chain.rows(weights) if chain else None
         self._vectorised = _row_gradient(network.module, network.layout)
         self._home = torch.empty_like(weights)
+        self.done: Tensor | None = None
+        self._finished: list[int] = []
 
-    def at(self, batch: RowBatch) -> None:
-        """Set the current batches."""
+    def at(self, batch: RowBatch, finished: list[int]) -> None:
+        """Set the current batches, and the rows whose clients have taken all of their steps.
+
+        They are known from the rules: to look for them in the batches would wait for an accelerator in every step.
+        """
         self._batch = batch
-        done = batch[2][:, 0] == 0
-        self.done = done if bool(done.any()) else None
+        if finished != self._finished:
+            self._finished, self.done = finished, torch.tensor(finished, device=self.weights.device)
         self.loss: Tensor | None = None  # of every row at w; undefined for finished rows
 
     def look_at_w(self, k: int) -> None:

@@ -2,7 +2,7 @@
 
 from fedflat.runs.sweep.jobs import Jobs, jobs_for
 from fedflat.runs.sweep.plan import Point, Sweep, load_sweep, shipped
-from fedflat.runs.sweep.results import collect, refuse_other_settings, summarised, write_results
+from fedflat.runs.sweep.results import collect, refuse_other_settings, summarised, unfinished, write_results
 from fedflat.runs.sweep.throughput import fastest
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "refuse_other_settings",
     "shipped",
     "summarised",
+    "unfinished",
     "write_results",
 ]

@@ -21,7 +21,7 @@ from fedflat.federation import DECODED_FOLDER
 from fedflat.files import changeable, private_directory, read_whole, write_whole, written_to
 from fedflat.runs.lock import busy
 from fedflat.runs.sweep.plan import Point, Sweep
-from fedflat.runs.sweep.results import GO_ON, finished, save_result
+from fedflat.runs.sweep.results import GO_ON, save_result, unfinished
 
 MEMORY = 2**30  # assumed memory of a run in bytes
 DECODED = 2**30  # assumed size in bytes of the data sets that the runs share
@@ -127,9 +127,9 @@ class Jobs:
         Raises:
             StoppedError: a signal arrived, and the runs have saved their state.
         """
-        self.done = [point for point in self.sweep.points if finished(self.folder / point.slug, point)]
-        over = {point.slug for point in self.done}
-        waiting = deque(point for point in self.sweep.points if point.slug not in over)
+        waiting = deque(unfinished(self.folder, self.sweep))
+        left = {point.slug for point in waiting}
+        self.done = [point for point in self.sweep.points if point.slug not in left]
         before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         self._decoded = _scratch()
         try:

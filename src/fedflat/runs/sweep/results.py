@@ -45,6 +45,11 @@ def finished(folder: Path, point: Point) -> bool:
     return False
 
 
+def unfinished(folder: Path, sweep: Sweep) -> list[Point]:
+    """The runs of a sweep that are left to train."""
+    return [point for point in sweep.points if not finished(folder / point.slug, point)]
+
+
 def refuse_other_settings(folder: Path, sweep: Sweep) -> None:
     """Refuses to train a sweep in a directory whose runs have other settings: they cannot be continued with these.
 

@@ -13,7 +13,7 @@ from fedflat.errors import FedflatError
 from fedflat.files import read_whole
 from fedflat.runs.sweep.jobs import Jobs
 from fedflat.runs.sweep.plan import Point, Sweep
-from fedflat.runs.sweep.results import finished
+from fedflat.runs.sweep.results import unfinished
 
 Layout = tuple[int, int]  # runs at a time, workers of each
 ROUNDS = 3  # of a trial run; the first one only warms up
@@ -45,7 +45,7 @@ def fastest(sweep: Sweep, folder: Path, cores: int, most: int, trust: bool) -> t
         trust: whether the runs may load code from outside of fedflat.
     """
     choices, rates = layouts(cores, most), dict[Layout, float]()
-    left = [point for point in sweep.points if not finished(folder / point.slug, point)]
+    left = unfinished(folder, sweep)
     rounds = sum(point.recipe.server.rounds for point in left)
     tried = ROUNDS * sum(jobs for jobs, _ in choices)
     if len(choices) == 1 or rounds < WORTH * tried or any(point.recipe.engine.workers for point in left):
