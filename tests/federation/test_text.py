@@ -87,6 +87,16 @@ def test_batches_by_length_hold_every_text_once_with_little_padding():
     )
 
 
+@pytest.mark.parametrize("labels, columns", [(torch.ones(4, 6), 6), (torch.ones(4, 6, dtype=torch.int64), 2)])
+def test_padding_is_cut_from_the_labels_of_tokens_and_not_from_several_labels_of_a_text(labels, columns):
+    """Texts of 2 tokens, padded to 6, with as many labels as columns: floating ones belong to the text."""
+    tokens = torch.where(torch.arange(6) < 2, torch.zeros(4, 6, dtype=torch.int64), -1)
+    samples = Samples(tokens, labels)
+    federation = federate(Dataset("texts", samples, samples, 6, (), (), vocabulary=9), [[0, 1, 2, 3]])
+    for inputs, given in (federation.batch(torch.arange(4), None), federation.held_out("test", 0, 4)):
+        assert (inputs.shape, given.shape) == ((4, 2), (4, columns))
+
+
 def lines(*rows):
     return "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
 
