@@ -112,7 +112,8 @@ def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
         return None
     rows = {place: next(iter(each.values())) for place, each in content.flatness.items()}
     columns = {content.name(place): flatness_cells(row) for place, row in rows.items()}
-    by_layer = {content.name(k): (k, each.flatness.layers) for k, each in content.measured.items()}
+    layers = {place: found for place, each in content.measured.items() if (found := each.flatness.layers)}
+    by_layer = {content.name(place): (place, found) for place, found in layers.items()}
     plots = (
         []
         if not by_layer
