@@ -62,6 +62,17 @@ def test_a_comparison_prints_what_is_trained_progress_and_a_table(fedflat, tmp_p
     assert (tmp_path / "runs/0001/metrics.jsonl").exists()
 
 
+def test_the_table_of_a_run_follows_the_metric_of_its_task(fedflat, tmp_path):
+    x = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
+    np.savez(tmp_path / "x.npz", x_train=x, y_train=x[:, 0], x_test=x, y_test=x[:, 0])
+    settings = ["data=arrays", "data.dir=x.npz", "data.normalise=false", "split=iid", "split.clients=2"]
+    done = fedflat("run", *QUICK, *(word for field in settings for word in ("--set", field)), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = json.loads((tmp_path / "runs/0001/summary.json").read_text())["r2_last"]
+    assert "r2 of the global model" in done.stdout and f"│ {last:.4f} │" in done.stdout
+    assert "accuracy" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [

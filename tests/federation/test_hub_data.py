@@ -113,6 +113,30 @@ def test_targets_are_for_regression_and_several_labels_for_all_of_them():
     assert (many.task, many.classes) == ("multi-label", 2)
 
 
+SEVERAL = [[float(i % 2), 1.0, 0.0] for i in range(COUNT)]
+TEXT = {
+    "tokens": {"input_ids": [[1, 2, 3, 4, 5][: 1 + i % 5] for i in range(COUNT)]},
+    "text": {"text": [f"letter {i}" for i in range(COUNT)]},
+}
+
+
+@pytest.mark.parametrize("kind", TEXT)
+@pytest.mark.parametrize(
+    ("labels", "task"),
+    [(SEVERAL, "multi-label"), ([i / 7 for i in range(COUNT)], "regression"), (NUMBERS.tolist(), "regression")],
+)
+def test_a_text_can_have_targets_too(kind, labels, task):
+    """They are neither padded like the labels of tokens nor taken for names of classes; both parts keep their own."""
+    found = both(datasets.Dataset.from_dict({**TEXT[kind], "labels": labels}))
+    assert found.task == task and found.labels == ()
+    assert found.classes == (len(labels[0]) if isinstance(labels[0], list) else 1)
+    for part, rows in ((found.train, slice(30)), (found.test, slice(30, COUNT))):
+        torch.testing.assert_close(part.labels, torch.tensor(labels, dtype=torch.float32)[rows])
+    if kind == "text":  # where whole numbers cannot be meant for its tokens
+        whole = both(datasets.Dataset.from_dict({**TEXT[kind], "labels": [[i % 2, 1] for i in range(COUNT)]}))
+        assert (whole.task, whole.classes) == ("multi-label", 2)
+
+
 def saved(folder: Path, how: str) -> Path:
     train, test = table().select(range(30)), table().select(range(30, COUNT))
     if how == "save_to_disk":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedflat import federate, train
+from fedflat import Dataset, Samples, federate, train
 from fedflat.federation.raw_inputs import take_normalised
 from fedflat.flatness import look
 
@@ -78,6 +78,15 @@ def test_it_becomes_onnx_with_its_normalisation(made):
     session = onnxruntime.InferenceSession(file.getvalue())
     (found,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), result.model(inputs).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int16, torch.int64])
+def test_it_takes_tokens_in_the_type_in_which_the_text_has_them(kind):
+    tokens = (torch.arange(80).reshape(20, 4) % 7).to(kind)
+    samples = Samples(tokens, torch.arange(20) % 2)
+    federation = federate(Dataset("texts", samples, samples, 2, (), (), vocabulary=7), "iid", 2)
+    model = train(federation, "gpt", rounds=1, engine="inline", model_options={"width": 8, "layers": 1}).model
+    assert torch.equal(model(federation.dataset.test.inputs), model(tokens.long()))
 
 
 def test_numbers_and_tokens_stay_as_they_are():

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fedflat.errors import DataError, FedflatError
+from fedflat.errors import DataError, FedflatError, RecipeError
 from fedflat.federation import Dataset, Samples, corpora, federate, load
 from fedflat.federation.text import LETTERS, read_json_lines
 
@@ -68,6 +68,11 @@ def test_roles_are_natural_clients_with_their_own_test_samples(play):
     assert [groups[held].unique().tolist() for held in federation.local_tests(0)] == [[0], [1]]
 
 
+def test_only_texts_have_a_length():
+    with pytest.raises(RecipeError, match=r"data\.by_length = true: is for texts, and the samples of digits are none"):
+        federate("digits", by_length=True)
+
+
 def test_batches_by_length_hold_every_text_once_with_little_padding():
     """An epoch of 200 texts of 1 to 20 tokens: the same samples as without, in batches of nearly equal lengths."""
     longest = torch.arange(200) % 20 + 1
@@ -85,6 +90,16 @@ def test_batches_by_length_hold_every_text_once_with_little_padding():
     assert width[True] != sorted(width[True]), (
         "the batches are shuffled again, so that no epoch starts with short texts"
     )
+
+
+@pytest.mark.parametrize(("labels", "columns"), [(torch.ones(4, 6), 6), (torch.ones(4, 6, dtype=torch.int64), 2)])
+def test_padding_is_cut_from_the_labels_of_tokens_and_not_from_several_labels_of_a_text(labels, columns):
+    """Texts of 2 tokens, padded to 6, with as many labels as columns: floating ones belong to the text."""
+    tokens = torch.where(torch.arange(6) < 2, torch.zeros(4, 6, dtype=torch.int64), -1)
+    samples = Samples(tokens, labels)
+    federation = federate(Dataset("texts", samples, samples, 6, (), (), vocabulary=9), [[0, 1, 2, 3]])
+    for inputs, given in (federation.batch(torch.arange(4), None), federation.held_out("test", 0, 4)):
+        assert (inputs.shape, given.shape) == ((4, 2), (4, columns))
 
 
 def lines(*rows):

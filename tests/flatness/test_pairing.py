@@ -35,6 +35,14 @@ def test_a_twin_is_the_nearest_of_its_class(many, few, classes, seed, direction)
     assert found.missing == len(set(train[1].tolist()) | set(test[1].tolist())) - len(shared)
 
 
+def test_values_of_a_regression_have_no_pairs():
+    """Floating 0 and 1 are classes; among values that differ in every sample there are no pairs, and it says why."""
+    inputs = torch.zeros(2, 2)
+    assert pairs((inputs, torch.tensor([0.0, 1.0])), (inputs, torch.tensor([1.0, 0.0]))).test.tolist() == [1, 0]
+    with pytest.raises(DataError, match="their labels are values, and pairs need classes"):
+        pairs((inputs, torch.tensor([0.1, 1.2])), (inputs, torch.tensor([1.1, 0.3])))
+
+
 def samples(count, seed):
     chance = torch.Generator().manual_seed(seed)
     return torch.randn(count, 5, generator=chance), torch.randint(0, 3, (count,), generator=chance)

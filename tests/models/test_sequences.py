@@ -128,7 +128,30 @@ def test_activations_are_those_of_the_mlp_blocks_and_on_request_of_the_attention
         squares = tap(tokens()).squares
         hook.remove()
     assert len(squares) == with_attention
-    assert float(squares["blocks.0.attention.attention.mixed"]) == pytest.approx(float(seen[0].square().mean()))
+    expected = seen[0][tokens() >= 0].square().mean()  # padding has no activations
+    assert float(squares["blocks.0.attention.attention.mixed"]) == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_padding_changes_no_mean_square_of_the_activations(name):
+    """The mean over a padded batch is that over its texts one by one, and so is its gradient."""
+    network, x = Network(small(name), torch.float64), tokens()
+    parameters = list(network.module.parameters())
+
+    def squares(batch):
+        with network.listening(activations=True) as tap:
+            total = torch.stack(list(tap(batch).squares.values())).sum()
+        return total, torch.autograd.grad(total, parameters, materialize_grads=True)
+
+    together, slopes = squares(x)
+    sizes = (x >= 0).sum(dim=1)
+    alone = [squares(row[None, :size]) for row, size in zip(x, sizes.tolist(), strict=True)]
+    weights = sizes / sizes.sum()
+    assert float(together.detach()) == pytest.approx(
+        float(sum(w * one.detach() for w, (one, _) in zip(weights, alone, strict=True)))
+    )
+    for k, slope in enumerate(slopes):
+        torch.testing.assert_close(slope, sum(w * one[k] for w, (_, one) in zip(weights, alone, strict=True)))
 
 
 def test_samples_that_are_not_tokens_are_refused():

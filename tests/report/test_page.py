@@ -210,6 +210,19 @@ def test_one_seed_has_the_interval_of_its_trace_alone(tmp_path):
     assert "10.0 ± 1.0" in text and "One seed" in text and "Paired differences" not in text
 
 
+def test_the_page_follows_the_metric_of_another_task(tmp_path):
+    """R² beside the flatness, and a target that an accuracy cannot have."""
+    history = [record(1, r2=-2.5, mse=9.0, loss=9.0), record(2, r2=0.125, mse=3.0, loss=3.0)]
+    run = written(tmp_path / "run", history, "task=regression", "evaluation.metric=r2", "evaluation.best=highest")
+    (run / "flatness.json").write_text(json.dumps(flat(2.0, 10.0)))
+    found = Read(made(run, target=-3.0))
+    assert "0.125" in found.text and "Target: r2 -3." in found.text
+    assert "accuracy" not in found.text and "nan" not in found.text
+    assert "Target: r2 0." in Read(made(run, target=0.0)).text
+    with pytest.raises(RecipeError, match="'--target': inf is not a finite number"):
+        made(run, target=float("inf"))
+
+
 @pytest.mark.parametrize("wrong", [b"{}", b"[1]", b"null", b"{", b"[" * 100_000, b'{"samples": "x", "spectrum": 3}'])
 def test_a_damaged_record_of_flatness_is_one_sentence(tmp_path, wrong):
     run = written(tmp_path / "run", [record(1, accuracy=0.9, loss=1.0)])

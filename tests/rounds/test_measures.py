@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import vector_to_parameters
 
-from fedflat import Method, Part, Samples, models, train
+from fedflat import Method, Part, Samples, federate, models, train
 from fedflat.engine.inline import Inline
 from fedflat.engine.pool import Pool
 from fedflat.errors import RecipeError
@@ -24,6 +24,7 @@ from fedflat.methods.parser import parse
 from fedflat.methods.parts import ProximalAscent
 from fedflat.models.vector import Network
 from fedflat.recipe import Evaluation, Local, Server
+from fedflat.rounds.metrics import proximal_loss
 from fedflat.rounds.server import conduct, first_state, view
 from fedflat.rounds.setup import Broadcast, Problem
 
@@ -261,6 +262,36 @@ def test_fedsol_notes_what_is_measured_and_no_more(digits, measures, noted):
     with closing(Inline(problem)) as engine:
         (upload,) = engine.local_rounds(Broadcast(0, 0.3, {"weights": first_state(problem).weights}), [2])
     assert {name.split("/")[0] for name in upload.notes} == noted
+
+
+def test_the_proximal_loss_of_a_text_is_the_mean_over_its_tokens_that_count():
+    """Two batches of texts of different lengths; some labels do not count. The oracle takes each text alone."""
+    texts = [torch.arange(length) % 5 for length in (3, 6, 2, 5)]
+    labels = [(text + 1) % 5 for text in texts]
+    labels[1][2] = -100
+    network = Network(models.build("gpt", (6,), 5, vocabulary=5, per_token=True, width=8, heads=2, layers=1))
+    start = network.weights.clone()
+    end = start + 0.3 * torch.randn(len(start), generator=torch.Generator().manual_seed(0))
+
+    def padded(rows, fill):
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+
+    batches = [(padded(texts[i : i + 2], -1), padded(labels[i : i + 2], -100)) for i in (0, 2)]
+    found, each = proximal_loss(network, start, end, batches), []
+    for text, label in zip(texts, labels, strict=True):
+        answers = []
+        for weights in (start, end):
+            network.load(weights)
+            answers.append((network.module(text[None])[0].detach() / 3).softmax(dim=1)[label != -100])
+        p, q = answers
+        each += (p * (p / q).log()).sum(dim=1).tolist()
+    assert found == pytest.approx(sum(each) / len(each), rel=1e-4) and found > 1e-3
+
+
+def test_the_proximal_loss_needs_classes():
+    values = federate(torch.rand(20, 3), torch.rand(20), split="iid", clients=2)
+    with pytest.raises(RecipeError, match=r"evaluation\.measures: proximal compares probabilities of classes"):
+        train(values, rounds=1, measures=["proximal"])
 
 
 @pytest.mark.parametrize("together", [1, 2])

@@ -468,6 +468,18 @@ def test_clients_with_test_samples_of_their_own_are_judged_by_the_metric_of_the_
         assert result.accuracy_before < result.accuracy_after <= 1
 
 
+def test_a_client_whose_metric_is_not_defined_is_left_out_of_the_mean(regression):
+    """R² of one test sample does not exist; the mean over the others does."""
+    tests = (regression.shards[0][:1], *regression.shards[1:])
+    network = Network(nn.Linear(3, 1), torch.float64)
+    problem = Problem.of(replace(regression, tests=tests), network, Method(), Local(), task=TASKS["regression"])
+    results = personalise(problem, network.weights, epochs=(1,), lr=0.1)
+    assert results[0].test_samples == 1 and results[0].accuracy_before is results[0].accuracy_after is None
+    (row,) = summary(results)
+    assert (row["clients"], row["left_out"]) == (len(results) - 1, 1)
+    assert row["accuracy_after"] == pytest.approx(np.mean([result.accuracy_after for result in results[1:]]))
+
+
 def test_a_walk_that_leaves_the_finite_numbers_names_the_client(digits):
     problem = Problem.of(digits, net(), Method(), Local(lr=1e12))
     with pytest.raises(TrainingError, match=r"client \d: its model is no longer finite"):

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedflat.cli.app import JsonOption, TrustOption, app, out, show
-from fedflat.cli.flatness import MEASURED, Picture, Plane, Runs, Samples, Seed, print_json
+from fedflat.cli.flatness import (
+    MEASURED,
+    Parameters,
+    ParametersOption,
+    Picture,
+    Plane,
+    Runs,
+    Samples,
+    Seed,
+    print_json,
+)
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `fedflat --help` must not wait for it
     from torch import Tensor
@@ -218,6 +228,7 @@ def rescale(
     rho: Annotated[float, typer.Option(help="radius of the sharpness of one ascent", min=0)] = 0.05,
     adaptive_rho: Annotated[float, typer.Option(help="radius of the adaptive sharpness", min=0)] = 0.5,
     seed: Seed = 0,
+    parameters: ParametersOption = Parameters.trained,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -231,7 +242,7 @@ def rescale(
     from fedflat.runs.build import load_run
     from fedflat.runs.kept import located
 
-    objective = Portion(samples, seed).pooled(load_run(located(run)))
+    objective = Portion(samples, seed).pooled(load_run(located(run), parameters=parameters.value))
     with progress(f"{run}: measuring twice"):
         found = scale_test(objective, factor, layer, rho, adaptive_rho, seed)
     header = f"{run}: {MEASURED.format(samples=objective.samples)}"

@@ -19,7 +19,7 @@ def report(
         bool, typer.Option("--measure", help="also measure flatness, landscape and duality of each line's first seed")
     ] = False,
     target: Annotated[
-        float | None, typer.Option(help="accuracy for `rounds to target`; default the recipe's", min=0, max=1)
+        float | None, typer.Option(help="value of the metric for `rounds to target`; default the recipe's")
     ] = None,
     trust: TrustOption = False,
 ) -> None:

@@ -105,11 +105,13 @@ def _train(
     from fedflat.runs.result import stopped
 
     results: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
+    trained: list[Recipe] = []
     for folder, each in folders.items():
         if is_deployment(folder):
             raise RunError(f"{folder}: its clients are elsewhere; continue this deployment with `flwr run`")
         problem = prepare(each, run=folder if resume else None)
         full = problem.recipe
+        trained.append(full)
         if not as_json and not resume and not results:
             told = full.to_toml() if verbose else _in_short(each, full, folder)
             out.print(told, markup=False, highlight=False, soft_wrap=verbose)
@@ -125,8 +127,7 @@ def _train(
     if as_json:
         print(json.dumps([summary for _, _, summary in results], indent=2))
     else:
-        first = next(iter(folders.values()))
-        show(comparison(results, first.evaluation.on, first.metric))
+        show(comparison(results, trained[0].evaluation.on, trained[0].metric))
 
 
 def _last_checkpoint(folder: Path) -> int:

@@ -53,8 +53,13 @@ def batch_indices(
 
 
 def trimmed(inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Removes the columns of a batch of token ids in which all rows are padding."""
+    """Removes the columns of a batch of token ids in which all rows are padding.
+
+    Labels of every token lose the same columns. Floating labels belong to the whole text, also if a text has as many
+    of them as tokens.
+    """
     if not is_tokens(inputs) or bool((inputs[:, -1] >= 0).any()):
         return inputs, labels
     longest = int(lengths(inputs).max())
-    return inputs[:, :longest], labels[:, :longest] if labels.shape == inputs.shape else labels
+    per_token = labels.shape == inputs.shape and not labels.is_floating_point()
+    return inputs[:, :longest], labels[:, :longest] if per_token else labels

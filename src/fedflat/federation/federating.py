@@ -25,6 +25,7 @@ from fedflat.federation.population import Federation, Origin
 from fedflat.federation.splits import Shards
 from fedflat.federation.user_data import Array, Test, is_array, is_own, own_dataset
 from fedflat.randomness import numpy_generator
+from fedflat.tokens import is_tokens
 
 P = ParamSpec("P")
 UNLABELLED = ("iid", "sizes", "natural")  # splits that ignore the labels
@@ -194,6 +195,8 @@ def federate(
         named = {"name": data, "dir": place, "limit": limit, **text}
     dataset = replace(dataset.limited(limit, seed) if limit else dataset, name=name or dataset.name)
     dataset = _normalised(dataset, normalise, mean, std)
+    if by_length and not is_tokens(dataset.train.inputs):
+        raise RecipeError(f"data.by_length = true: is for texts, and the samples of {dataset.name} are none")
     split = split if split is not None else "natural" if client is not None else "dirichlet"
     clients = clients if clients is not None else 0 if isinstance(split, str) and split == "natural" else 20
     options = {

@@ -30,7 +30,7 @@ def assembled(name: str, train: Raw, test: Raw, vocabulary: int) -> Dataset:
     """
     if train.inputs.shape[1:] != test.inputs.shape[1:]:
         raise DataError(f"{name}: inputs of shape {train.inputs.shape[1:]} and, for testing, {test.inputs.shape[1:]}")
-    labels, count, task = _labels(name, np.concatenate([train.labels, test.labels]))
+    labels, count, task = labels_of(name, np.concatenate([train.labels, test.labels]))
     owners = None
     if train.owners is not None and test.owners is not None:
         names = np.concatenate([train.owners, test.owners])
@@ -47,7 +47,7 @@ def assembled(name: str, train: Raw, test: Raw, vocabulary: int) -> Dataset:
     return Dataset(name, parts[0], parts[1], count, scale, scale, vocabulary, task)
 
 
-def _labels(name: str, labels: NDArray[Any]) -> tuple[Tensor, int, str]:
+def labels_of(name: str, labels: NDArray[Any]) -> tuple[Tensor, int, str]:
     """The labels as a tensor, the number of classes or targets, and the task that they are for."""
     if labels.dtype.kind == "f":
         if not np.isfinite(labels).all():

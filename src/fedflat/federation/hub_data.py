@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from fedflat.errors import DataError
 from fedflat.federation.corpora import AS_USUAL, Cut, of_rows
 from fedflat.federation.dataset import Dataset
-from fedflat.federation.hub_arrays import Raw, assembled, held_out_rows
+from fedflat.federation.hub_arrays import Raw, assembled, held_out_rows, labels_of
 from fedflat.federation.hub_folders import holds_tables, opened, reading_hub
 from fedflat.federation.pictures import picture
 from fedflat.federation.places import own_path
@@ -195,6 +196,34 @@ def _values(table: Any, column: str) -> Any:
 
 
 def _texts(name: str, train: Any, test: Any, columns: Columns, cut: Cut) -> Dataset:
+    """Texts with a class each, or with floating targets, or without labels."""
+    targets = None if columns.label is None else _targets([train, test], columns.label)
+    if targets is None:
+        return _classes_of_texts(name, train, test, columns, cut)
+    plain = _classes_of_texts(name, train, test, columns._replace(label=None), cut, label="")
+    labels, count, task = labels_of(name, targets)
+    parts = [
+        replace(part, labels=own)
+        for part, own in zip((plain.train, plain.test), labels.split([len(train), len(test)]), strict=True)
+    ]
+    return replace(plain, train=parts[0], test=parts[1], classes=count, task=task, labels=())
+
+
+def _targets(tables: Sequence[Any], column: str) -> NDArray[Any] | None:
+    """The labels of all rows if they are floating numbers, or several for each row; None if they are classes."""
+    found = [_values(table, column) for table in tables]
+    if any(isinstance(each, list) or each.shape[1:] != found[0].shape[1:] for each in found):
+        raise DataError(f"datasets: the labels in {column!r} have different lengths")
+    labels: NDArray[Any] = np.concatenate(found)
+    several = labels.ndim == 2 and labels.dtype.kind in "biu"
+    return labels.astype(np.float64) if several else labels if labels.dtype.kind == "f" else None
+
+
+def _classes_of_texts(
+    name: str, train: Any, test: Any, columns: Columns, cut: Cut, label: str | None = None
+) -> Dataset:
+    """Texts with the classes of a column; without one, all have the same label, or none."""
+
     def words(table: Any, column: str | None) -> list[str | None]:
         return [None] * len(table) if column is None else [str(value) for value in _values(table, column).tolist()]
 
@@ -203,7 +232,8 @@ def _texts(name: str, train: Any, test: Any, columns: Columns, cut: Cut) -> Data
         for number, text in enumerate(texts):
             if not text.strip():
                 raise DataError(f"{name}: row {number} has no text under {columns.inputs[0]!r}")
-        beside = words(table, columns.label), words(table, columns.client)
+        labels = words(table, columns.label) if columns.label else [label] * len(table)
+        beside = labels, words(table, columns.client)
         return [Row(*row) for row in zip(texts, *beside, strict=True)]
 
     return of_rows(name, rows(train), rows(test), cut, name)
@@ -248,8 +278,10 @@ def _token_rows(table: Any, *columns: str) -> list[list[Ids]]:
     for number, row in enumerate(zip(*found, strict=True)):
         for name, entries in zip(names, row, strict=True):
             if len(entries) != len(row[0]):
+                hint = "; several labels of a text must be floating numbers" if name in columns[1:] else ""
                 raise DataError(
-                    f"datasets: row {number} has {len(row[0])} entries in {columns[0]!r} and {len(entries)} in {name!r}"
+                    f"datasets: row {number} has {len(row[0])} entries in {columns[0]!r} and {len(entries)} in "
+                    f"{name!r}{hint}"
                 )
     if not masked:
         return found
@@ -268,9 +300,14 @@ def _aligned(parts: list[Raw]) -> tuple[Raw, Raw]:
     width = max(part.inputs.shape[1] for part in parts)
     wide = [part._replace(
         inputs=_padded(part.inputs, width, PADDING),
-        labels=_padded(part.labels, width, IGNORED) if part.labels.ndim == 2 else part.labels,
+        labels=_padded(part.labels, width, IGNORED) if _per_token(part) else part.labels,
     ) for part in parts]  # fmt: skip
     return wide[0], wide[1]
+
+
+def _per_token(part: Raw) -> bool:
+    """Whether the labels are classes of every token; several labels of a text are floating numbers."""
+    return part.labels.ndim == 2 and part.labels.dtype.kind in "iu"
 
 
 def _vocabulary(parts: list[Raw]) -> int:

@@ -23,7 +23,8 @@ SLACK = 1e-3  # how far numbers may be outside of [0, 1]
 class Normalisation:
     """A hook before a module's forward pass: bytes x become (x/255 − mean)/std, other numbers (x − mean)/std.
 
-    Images as floating numbers are expected in [0, 1]; others get a warning.
+    Images as floating numbers are expected in [0, 1]; others get a warning. Token ids become int64, which embeddings
+    need: a text has them in the smallest type that they fit in.
     """
 
     mean: tuple[float, ...]
@@ -54,9 +55,10 @@ class Normalisation:
 
 def taking_raw(module: nn.Module, dataset: Dataset) -> nn.Module:
     """Return a copy of a trained module that takes raw inputs, or the module itself if these need no normalisation."""
-    pixels = dataset.train.inputs.dtype == torch.uint8
+    inputs = dataset.train.inputs
+    pixels = inputs.dtype == torch.uint8
     plain = not set(dataset.mean) - {0.0} and not set(dataset.std) - {1.0}
-    if is_tokens(dataset.train.inputs) or (plain and not pixels):
+    if inputs.dtype == torch.int64 if is_tokens(inputs) else plain and not pixels:
         return module
     own = take_normalised(deepcopy(module))
     own.register_forward_pre_hook(Normalisation(dataset.mean, dataset.std, pixels))

@@ -9,6 +9,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fedflat.errors import RecipeError, TrainingError
 from fedflat.local import Batch, Loss
+from fedflat.models import is_adapted
 
 BUDGET = 2**24  # maximum number of elements in the patches and dual weights of one chunk
 MOST_ROWS = 64  # larger chunks are not faster
@@ -44,7 +45,9 @@ class SeenLayer:
             raise RecipeError(f"layer {name!r} is a grouped convolution, which is not supported; choose another layer")
         known = layers_of(module)
         if name not in known or not isinstance(part, nn.Linear | nn.Conv2d):
-            raise RecipeError(f"layer {name!r} cannot be analysed; choose one of: {', '.join(known) or 'none'}")
+            adapted = part is not None and is_adapted(part)
+            hint = "; only its adapter is trained: take --parameters all, or the merged model" if adapted else ""
+            raise RecipeError(f"layer {name!r} cannot be analysed; choose one of: {', '.join(known) or 'none'}{hint}")
         self.module, self.loss, self.name, self.part = module.eval(), loss, name, part
         self.weight = part.weight.detach().flatten(1)
 

@@ -16,7 +16,7 @@ from fedflat.flatness.krylov import certified
 from fedflat.flatness.objective import Objective, batch_layer
 from fedflat.flatness.traces import Trace, trace
 from fedflat.local import Batch
-from fedflat.models import twice_differentiable
+from fedflat.models import is_adapted, twice_differentiable
 from fedflat.progress import track
 
 Layer = nn.Linear | nn.Conv2d
@@ -123,7 +123,10 @@ def blocks(objective: Objective, steps: int = 12, seed: int = 0, bias: bool = Tr
             shown = name.removesuffix("weight").removesuffix(".")
             found.append(Block(shown, objective.of([name, *biases]), activity, bool(biases)))
     if not found:
-        raise RecipeError("layers: the objective does not depend on the weight of any nn.Linear or nn.Conv2d it calls")
+        hint = "; measure it with --parameters all, or merged" if is_adapted(objective.module) else ""
+        raise RecipeError(
+            f"layers: the objective does not depend on the weight of any nn.Linear or nn.Conv2d it calls{hint}"
+        )
     return found
 
 

@@ -65,7 +65,8 @@ def pairs(train: Batch, test: Batch, direction: Direction = "train_to_test", lim
     (inputs, labels), others = (train, test) if direction == "train_to_test" else (test, train)
     common = torch.isin(labels, others[1])
     if not common.any():
-        raise DataError("train and test samples have no class in common, so there are no pairs")
+        values = "; their labels are values, and pairs need classes" if labels.is_floating_point() else ""
+        raise DataError(f"train and test samples have no class in common, so there are no pairs{values}")
     chosen = drawn(common.nonzero().flatten(), limit, seed)
     twins = _twins((inputs[chosen], labels[chosen]), others)
     missing = len(set(labels.tolist()) ^ set(others[1].tolist()))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedflat.errors import RecipeError
 from fedflat.models import ACTIVATIONS, Colour, RectifiedPool
+from fedflat.models.adapters import Adapter
 
 LAYERS = (nn.Linear, nn.Conv2d)
 # These keep the units apart, and commute with a positive factor.
@@ -54,6 +55,7 @@ def hidden_layers(module: nn.Module) -> list[Hidden]:
     layers: list[str] = []
     scales: dict[str, bool] = {}
     for name, part in _chain(module, ""):
+        _refuse_adapter(name, part)
         if isinstance(part, LAYERS):
             layers.append(name)
             scales[name] = True
@@ -61,6 +63,15 @@ def hidden_layers(module: nn.Module) -> list[Hidden]:
             scales[layers[-1]] = False
     _refuse_shared(module, layers)
     return [Hidden(name, reader, scales[name]) for name, reader in pairwise(layers)]
+
+
+def _refuse_adapter(name: str, part: nn.Module) -> None:
+    """Refuse a layer that computes with W + s·BA: a change of W alone would change the function."""
+    if isinstance(part, Adapter):
+        raise RecipeError(
+            f"model: its hidden units cannot be reordered or rescaled, because {name} has a low-rank adapter; merge it "
+            "(fedflat.models.merged, --parameters all)"
+        )
 
 
 def _chain(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedflat.errors import RecipeError
 from fedflat.models.blocks import Activation, AttentionOutput
+from fedflat.tokens import is_tokens
 
 ACTIVATIONS = (nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid, Activation)
 
@@ -55,9 +56,10 @@ class Tap:
         self._features: Tensor | None = None
         self._activations: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
+        self._inputs: Tensor | None = None
 
     def __call__(self, inputs: Tensor) -> Forward:
-        self._features, self._activations, self._squares = None, {}, {}
+        self._features, self._activations, self._squares, self._inputs = None, {}, {}, inputs
         logits = self.through(self._module, inputs)
         return Forward(logits, self._features, self._activations, self._squares)
 
@@ -78,10 +80,26 @@ class Tap:
             # A module that is used twice in one pass has two outputs, and both count.
             twice = sum(seen == name or seen.startswith(f"{name}#") for seen in self._activations)
             key = f"{name}#{twice + 1}" if twice else name
-            self._activations[key], self._squares[key] = Watched.apply(output)  # type: ignore[no-untyped-call]
+            self._activations[key], self._squares[key] = self._squared(output)
             return self._activations[key]
 
         return keep
+
+    def _squared(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a and mean(a²); in a padded batch of texts the mean is over the positions of tokens alone."""
+        there = _tokens(self._inputs) if output.dim() > 2 else None
+        if there is None or output.shape[:2] != there.shape:
+            pair: tuple[Tensor, Tensor] = Watched.apply(output)  # type: ignore[no-untyped-call]
+            return pair
+        return output, output[there].to(torch.promote_types(output.dtype, torch.float32)).square().mean()
+
+
+def _tokens(inputs: Tensor | None) -> Tensor | None:
+    """Return where a batch of token ids has tokens; None if it is not one, or has no padding."""
+    if inputs is None or not is_tokens(inputs):
+        return None
+    there = inputs >= 0
+    return None if bool(there.all()) else there
 
 
 def _is_activation(module: nn.Module) -> bool:

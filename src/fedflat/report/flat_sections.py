@@ -15,25 +15,27 @@ from fedflat.report.sections import Content
 
 PLANES = {"eigen": "The plane of the two top eigenvectors", "random": "Random directions"}
 MOST_SURFACES = 15  # on a page: browsers allow about sixteen WebGL contexts
-HEAD = {"accuracy": "accuracy", "lambda1": "λ₁", "trace": "trace", "adaptive": "adaptive sharpness (scale-invariant)"}
+HEAD = {"lambda1": "λ₁", "trace": "trace", "adaptive": "adaptive sharpness (scale-invariant)"}
 BY_SEED = Mapping[int, Mapping[str, float]]
 
 
 def glance(content: Content, _: Canvas, __: int) -> Section | None:
-    """Accuracy, λ₁, trace and one scale-invariant number of each line, with intervals, and the differences."""
+    """The metric, λ₁, trace and one scale-invariant number of each line, with intervals, and the differences."""
     if not content.flatness:
         return None
+    head = _head(content)
     found = {k: _by_seed(content, k) for k in content.flatness}
-    rows = [(content.name(k), *(_over_seeds(each, name, content.flatness[k]) for name in HEAD))
+    rows = [(content.name(k), *(_over_seeds(each, name, content.flatness[k]) for name in head))
             for k, each in found.items()]  # fmt: skip
-    shown = table("Flatness at a glance", ("line", *HEAD.values()), rows, [*found])
+    shown = table("Flatness at a glance", ("line", *head.values()), rows, [*found])
     most = max(map(len, found.values()))
     samples = next(row["samples"] for rows in content.flatness.values() for row in rows.values())
     note = (
         "Around a flat minimum the loss rises slowly in all directions: λ₁, the largest curvature, and the trace, the "
     )
     note += (
-        f"sum of all, are small. Hessian of the loss over {samples} training samples; accuracy of the global model. "
+        f"sum of all, are small. Hessian of the loss over {samples} training samples; {content.metric} of the global "
+        "model. "
     )
     if most > 1:
         note += f"Mean over {most} seeds ± half of the 95 % interval (Student's t)."
@@ -43,13 +45,18 @@ def glance(content: Content, _: Canvas, __: int) -> Section | None:
     return section("glance", "Flatness at a glance", note, shown, _differences(content))
 
 
+def _head(content: Content) -> dict[str, str]:
+    """The titles of the columns by the name of their number; the first is the metric that the page follows."""
+    return {"metric": content.metric, **HEAD}
+
+
 def _by_seed(content: Content, place: int) -> dict[int, dict[str, float]]:
     """The headline numbers of each measured seed of a line."""
-    accuracy = {run.recipe.seed: run.curve("accuracy") for run in content.lines[place].runs}
+    curves = {run.recipe.seed: run.curve(content.metric) for run in content.lines[place].runs}
     found = {}
     for seed, row in content.flatness[place].items():
-        curve = accuracy.get(seed) or {0: math.nan}
-        found[seed] = {"accuracy": curve[max(curve)], **{name: value for name, (value, _) in headline(row).items()}}
+        curve = curves.get(seed) or {0: math.nan}
+        found[seed] = {"metric": curve[max(curve)], **{name: value for name, (value, _) in headline(row).items()}}
     return found
 
 
@@ -89,14 +96,14 @@ def _differences(content: Content) -> str:
         Measurement(str(k), seed, each) for k in content.flatness for seed, each in _by_seed(content, k).items()
     ]
     found = {(each.method, each.measure): each for each in paired_differences(measured)} if others else {}
-    rows = {}
+    head, rows = _head(content), {}
     for place in others:
-        cells = [found[str(place), name] for name in HEAD]
+        cells = [found[str(place), name] for name in head]
         if any(len(each.seeds) > 1 for each in cells):
             told = (_within(each.mean, each.high - each.mean) if len(each.seeds) > 1 else "–" for each in cells)
             rows[place] = (f"{content.name(place)} − {content.name(first)}", *told)
     title = "Paired differences, seed by seed"
-    return heading(title) + table(title, ("lines", *HEAD.values()), [*rows.values()], [*rows]) if rows else ""
+    return heading(title) + table(title, ("lines", *head.values()), [*rows.values()], [*rows]) if rows else ""
 
 
 def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
@@ -105,7 +112,8 @@ def flatness(content: Content, canvas: Canvas, _: int) -> Section | None:
         return None
     rows = {place: next(iter(each.values())) for place, each in content.flatness.items()}
     columns = {content.name(place): flatness_cells(row) for place, row in rows.items()}
-    by_layer = {content.name(k): (k, each.flatness.layers) for k, each in content.measured.items()}
+    layers = {place: found for place, each in content.measured.items() if (found := each.flatness.layers)}
+    by_layer = {content.name(place): (place, found) for place, found in layers.items()}
     plots = (
         []
         if not by_layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ from fedflat.flatness import (
     Flatness,
     Hessian,
     Landscape,
+    LayerFlatness,
     Locality,
+    Objective,
     Portion,
     Trajectory,
     decompose,
     eigen_plane,
     landscape,
+    layers,
     layers_of,
     locality,
     measure,
@@ -62,13 +65,21 @@ def measured(run: Path) -> Measured:
     """Measures the flatness by layer and the duality of the head. Writes RUN/landscape-eigen.npz if it is missing."""
     problem = load_run(run)
     objective = Portion(SAMPLES).pooled(problem)
-    whole = measure(objective, products=PRODUCTS, by_layer=True)
+    whole = replace(measure(objective, products=PRODUCTS), layers=_layers(objective))
     found = Measured(whole, _duality(problem), _locality(problem))
     plane = run / "landscape-eigen.npz"
     if not plane.exists():
         directions = eigen_plane(top_eigenvalues(Hessian(objective), 2))
         landscape(objective, directions, points=POINTS).save(plane)
     return found
+
+
+def _layers(objective: Objective) -> list[LayerFlatness]:
+    """The flatness of every layer; of none if no layer trains its weight, as in a model that trains only adapters."""
+    try:
+        return layers(objective)
+    except FedflatError:
+        return []
 
 
 def _duality(problem: Problem) -> Duality | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from html import escape
@@ -19,6 +20,7 @@ from fedflat.report.lines import Line, read_lines
 from fedflat.report.markup import Canvas, switch
 from fedflat.report.measured import Measured, Row, landscapes, measured, recorded, recorded_trajectory, split_counts
 from fedflat.report.sections import Content, Counts
+from fedflat.tasks import Accuracy
 
 Status = Callable[[str], AbstractContextManager[object]]
 LIMIT = 6_000_000  # maximum size of the page in bytes
@@ -49,23 +51,32 @@ def collect(paths: Sequence[Path], status: Status, measure: bool = False, target
         paths: directories of runs, or directories that contain several runs.
         status: a context manager that shows a message while it is open.
         measure: also measure the flatness of the first seed of each line.
-        target: the target accuracy; by default that of the first recipe that has one.
+        target: the target value of the metric; by default that of the first recipe that has one.
 
     Raises:
-        RecipeError: plotly is not installed.
+        RecipeError: plotly is not installed, or the metric cannot have the target value.
         RunError: a directory does not contain a readable run.
     """
     _plotly()  # fail early if plotly is missing
     lines = read_lines(paths)
+    _check_target(target, lines[0].recipe.metric)
     found = {}
     for place, line in enumerate(lines if measure else ()):
         with status(f"{line.runs[0].path}: measuring"):
             found[place] = measured(line.runs[0].path)
     with status("reading the splits"):
         splits = _splits(lines)
-    targets = [line.recipe.evaluation.target for line in lines]
-    goal = target or next(filter(None, targets), None)
+    targets = (target, *(line.recipe.evaluation.target for line in lines))
+    goal = next((each for each in targets if each is not None), None)
     return Content(lines, goal, splits, _landscapes(lines), found, _flatness(lines, found), _trajectories(lines))
+
+
+def _check_target(target: float | None, metric: str) -> None:
+    """Refuse a target that no run can reach."""
+    if target is not None and metric == Accuracy.name and not 0 <= target <= 1:
+        raise RecipeError(f"'--target': {target} is not in the range from 0 to 1 of an accuracy")
+    if target is not None and not math.isfinite(target):
+        raise RecipeError(f"'--target': {target} is not a finite number")
 
 
 def _flatness(lines: Sequence[Line], found: Mapping[int, Measured]) -> Mapping[int, Mapping[int, Row]]:

@@ -15,6 +15,7 @@ from fedflat.local import Batch
 from fedflat.methods import Upload
 from fedflat.models import Network
 from fedflat.tasks import Accuracy, Metric, Task, counted
+from fedflat.tokens import counted_rows
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def score(module: nn.Module, inputs: Tensor, labels: Tensor, task: Task) -> Scor
 
 @torch.no_grad()
 def proximal_loss(network: Network, start: Tensor, end: Tensor, batches: Iterable[Batch], tau: float = 3.0) -> float:
-    """Return the mean over samples of KL( softmax(z_g/τ) ‖ softmax(z/τ) ) (FedSoL, Fig. 9a).
+    """Return the mean over samples, or tokens that count, of KL( softmax(z_g/τ) ‖ softmax(z/τ) ) (FedSoL, Fig. 9a).
 
     Args:
         network: runs both models in evaluation mode; it ends with the weights `end`, and its buffers serve both.
@@ -73,7 +74,7 @@ def proximal_loss(network: Network, start: Tensor, end: Tensor, batches: Iterabl
     batches, answers = list(batches), []
     for weights in (start, end):
         network.load(weights)
-        logits = torch.cat([network.module(inputs) for inputs, _ in batches])
+        logits = torch.cat([counted_rows(network.module(inputs), labels)[0] for inputs, labels in batches])
         answers.append(F.log_softmax(logits / tau, dim=1))
     known, now = answers
     return float(F.kl_div(now, known, reduction="batchmean", log_target=True))

@@ -77,6 +77,9 @@ class Problem:
         self.method.fits(self.network.layout)
         if self.task.output in ("values", "labels"):
             self.method.refuse_without_classes(self.task.name)
+            if "proximal" in self.recipe.evaluation.measures:
+                told = f"compares probabilities of classes, and task = {self.task.name!r} has none"
+                raise RecipeError(f"evaluation.measures: proximal {told}")
         guard = self.method.protection
         if self.deployed and isinstance(guard, Privacy):
             guard.refuse_seeded()

@@ -24,7 +24,10 @@ ALONE = 0.99  # decay factor of the learning rate per epoch in local-only traini
 
 @dataclass(frozen=True)
 class Personal:
-    """The accuracy of one client before and after adaptation; None if the client has no test samples."""
+    """The accuracy of one client, or another metric of the task, before and after adaptation.
+
+    It is None if the client has no test samples, or none for which the metric is defined: R² needs two.
+    """
 
     client: int
     epochs: int
@@ -159,7 +162,7 @@ class Adaptation:
         problem.network.load(start)
         problem.network.buffers.copy_(self.statistics)
         problem.network.reset_counters()
-        before, after = self._accuracy(client, module), dict[int, float]()
+        before, after = self._accuracy(client, module), dict[int, float | None]()
 
         def reached(mark: int) -> None:
             mixed = walk.how == "knn"
@@ -168,9 +171,10 @@ class Adaptation:
         walk.of(client, start, reached)
         return [Personal(client, mark, samples, tested, before, after[mark]) for mark in walk.marks]
 
-    def _accuracy(self, client: int, module: nn.Module) -> float:
+    def _accuracy(self, client: int, module: nn.Module) -> float | None:
         shard = self.exam.shards[client]
         parts = (self.exam.batch(shard[start:stop], None) for start, stop in chunks(len(shard), CHUNK))
         problem = self.walk.problem
         total = reduce(add, (score(module, *part, problem.task) for part in parts))
-        return total.values[problem.task.metric(problem.recipe.evaluation.metric).name]
+        value = total.values[problem.task.metric(problem.recipe.evaluation.metric).name]
+        return None if math.isnan(value) else value

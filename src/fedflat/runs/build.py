@@ -18,7 +18,7 @@ from fedflat.errors import FedflatError, RecipeError, RunError
 from fedflat.federation import Augment, Dataset, Federation, federate, splits_by, take_normalised
 from fedflat.flatness import Portion, federated
 from fedflat.local import group_size
-from fedflat.methods import ActiveModel, AllModels, Method, ProductAverage, parse, spell
+from fedflat.methods import ActiveModel, AllModels, Method, Part, ProductAverage, parse, spell
 from fedflat.models import Network
 from fedflat.randomness import generator
 from fedflat.recipe import Recipe, validated
@@ -133,7 +133,8 @@ def assemble(
         models.refuse_offered(recipe.model.name, recipe.model.options())
         module = models.build(recipe.model.name, data.shape, data.classes, chance, **kind, **recipe.model.options())
     module, recipe = _founded(module, recipe)
-    method = method + ProductAverage() if recipe.model.lora and recipe.model.lora.average == "product" else method
+    if recipe.model.lora and recipe.model.lora.average == "product":
+        method = _with(ProductAverage(), method)
     network = Network(module, dtype, device, autocast=recipe.precision == "bf16")
     first_pass(network, task, federation)
     alone = 1 if recipe.engine.graph else 0  # a graph is of one client's step
@@ -167,7 +168,12 @@ def _evaluating(method: Method, recipe: Recipe) -> Method:
     """The method, with a part that keeps the model to evaluate if that is not the server's own."""
     if recipe.evaluation.model == "server":
         return method
-    return method + (ActiveModel() if recipe.evaluation.model == "active" else AllModels(recipe.server.average))
+    return _with(ActiveModel() if recipe.evaluation.model == "active" else AllModels(recipe.server.average), method)
+
+
+def _with(part: Part, method: Method) -> Method:
+    """The method with a part that the recipe asks for; a method that was assembled before has it already."""
+    return method if any(isinstance(each, type(part)) for each in method.parts) else method + part
 
 
 def in_full(recipe: Recipe, federation: Federation, group: int) -> Recipe:

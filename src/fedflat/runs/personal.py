@@ -153,11 +153,11 @@ def _exam(problem: Problem, size: int) -> Federation:
 
 
 def summary(results: Iterable[Personal]) -> list[dict[str, Any]]:
-    """Mean and standard deviation over the clients with test samples, for each number of epochs."""
+    """Mean and standard deviation over the clients whose metric is known, for each number of epochs."""
     rows, results = [], list(results)
     for epochs in sorted({result.epochs for result in results}):
         here = [result for result in results if result.epochs == epochs]
-        row: dict[str, Any] = {"epochs": epochs, "clients": sum(r.test_samples > 0 for r in here)}
+        row: dict[str, Any] = {"epochs": epochs, "clients": sum(r.accuracy_after is not None for r in here)}
         row["left_out"] = len(here) - row["clients"]
         for name in ("accuracy_before", "accuracy_after"):
             values = [value for r in here if (value := getattr(r, name)) is not None]

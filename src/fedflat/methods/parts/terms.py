@@ -22,9 +22,10 @@ Layers = Literal["all", "official_convnet"]
 class ActivationNorm(Part):
     """Minimise the norm of the activations (MAN):  ζ/2 Σ_l mean(a_l²) over all hidden activations a_l.
 
-    The mean is over batch and units, the sum over layers, without the logits. a_l is the output of an activation
-    module, before any pooling. The Hessian block of the next layer is E[a aᵀ ⊗ ∇²_z ℓ], so a smaller ‖a‖ bounds its top
-    eigenvalue. The term is part of the loss in all gradients, including those of ascents.
+    The mean is over batch and units, in texts also over tokens but not over padding; the sum is over layers, without
+    the logits. a_l is the output of an activation module, before any pooling. The Hessian block of the next layer is
+    E[a aᵀ ⊗ ∇²_z ℓ], so a smaller ‖a‖ bounds its top eigenvalue. The term is part of the loss in all gradients,
+    including those of ascents.
 
     Deviations: none from the authors' code for LeNet. The text of the paper was not available: `layers = "all"` follows
     their code for LeNet, and is our interpretation for other networks. For ConvNet-GN their code omits the term of the
