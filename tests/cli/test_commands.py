@@ -71,6 +71,9 @@ def test_the_table_of_a_run_follows_the_metric_of_its_task(fedflat, tmp_path):
     last = json.loads((tmp_path / "runs/0001/summary.json").read_text())["r2_last"]
     assert "r2 of the global model" in done.stdout and f"│ {last:.4f} │" in done.stdout
     assert "accuracy" not in done.stdout
+    done = fedflat("split", *(word for field in settings for word in ("--set", field)), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "fedflat: arrays: its labels are not classes, so no client's classes can be counted\n"
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,17 @@ def test_our_forward_is_that_of_peft_on_the_same_factors(peft, kind):
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_trained_model_is_measured_on_padded_texts_and_stays_the_librarys(per_token):
+    result = train(federation(per_token), "transformers", rounds=1, engine="inline", model_options={"config": GPT2})
+    found = result.flatness(samples=0, k=1, products=6)
+    x, y = federation(per_token).dataset.train.inputs, federation(per_token).dataset.train.labels
+    padding = result.model.config.pad_token_id
+    outputs = result.model.eval()(input_ids=torch.where(x >= 0, x, padding), attention_mask=(x >= 0).long())
+    expected = TASKS["next-token" if per_token else "classification"].loss(outputs.logits, y)
+    assert found.loss == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
 def test_hessian_products_are_differences_of_gradients():
     module, batch = made(GPT2, per_token=True).double(), texts(8)
     objective = Objective(module, TASKS["next-token"].loss, [batch])

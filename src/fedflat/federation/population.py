@@ -304,7 +304,13 @@ class Federation:
         return trimmed(inputs, samples.labels[start:stop])
 
     def counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The number of samples of each class that each client holds, as clients × classes."""
+        """The number of samples of each class that each client holds, as clients × classes.
+
+        Raises:
+            DataError: the labels are not classes.
+        """
+        if self.dataset.train.labels.is_floating_point():
+            raise DataError(f"{self.dataset.name}: its labels are not classes, so no client's classes can be counted")
         shards = [shard.numpy() for shard in self.shards]
         return partition.counts(self.dataset.train.labels.cpu().numpy(), shards, self.dataset.classes)
 

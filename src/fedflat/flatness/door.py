@@ -20,7 +20,7 @@ from fedflat.flatness.borrowed import borrowed
 from fedflat.flatness.objective import Objective
 from fedflat.flatness.samples import Collate, Fields, batches_of
 from fedflat.local import Loss
-from fedflat.models import explained
+from fedflat.models import explained, with_plain_output
 from fedflat.tasks import TASKS
 from fedflat.tokens import IGNORED
 
@@ -68,7 +68,7 @@ def objective_of(
         raise RecipeError(f"model: is a {type(model).__name__}; give an nn.Module")
     like = next(model.parameters(), None)
     held = normalised_inputs(model) if isinstance(data, Federation) else nullcontext()
-    with held, torch.inference_mode(False), torch.enable_grad(), borrowed(model):
+    with held, torch.inference_mode(False), torch.enable_grad(), borrowed(model), with_plain_output(model):
         batches = [(_placed(x, like), _placed(y, like)) for x, y in batches_of(data, samples, batch, seed, collate)]
         yield _Explained(model, mean_loss(model, loss, batches[0]), batches)
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.errors import RecipeError
-from fedflat.models import ACTIVATIONS, Colour, RectifiedPool
-from fedflat.models.adapters import Adapter
+from fedflat.models import ACTIVATIONS, Adapter, Colour, RectifiedPool
 
 LAYERS = (nn.Linear, nn.Conv2d)
 # These keep the units apart, and commute with a positive factor.

@@ -9,11 +9,11 @@ The rest of the library relies on three properties of the networks here:
 Networks for colour images repeat the channel of a grey image three times, as in the papers' code.
 """
 
-from fedflat.models.adapters import factors, is_adapted, lora, merged
+from fedflat.models.adapters import Adapter, factors, is_adapted, lora, merged
 from fedflat.models.blocks import Activation, AttentionOutput, Colour, Normalised, RectifiedPool
 from fedflat.models.failures import explained
 from fedflat.models.layout import Layout
-from fedflat.models.outputs import own_output, plain_output
+from fedflat.models.outputs import own_output, plain_output, with_plain_output
 from fedflat.models.registry import MODELS, OFFERED, build, construction, refuse_offered
 from fedflat.models.sequential import written_layers
 from fedflat.models.source_code import source
@@ -26,6 +26,7 @@ __all__ = [
     "MODELS",
     "OFFERED",
     "Activation",
+    "Adapter",
     "AttentionOutput",
     "Colour",
     "Forward",
@@ -47,5 +48,6 @@ __all__ = [
     "source",
     "twice_differentiable",
     "unit",
+    "with_plain_output",
     "written_layers",
 ]

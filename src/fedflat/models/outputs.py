@@ -6,6 +6,8 @@ module that maps a tensor to a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,18 @@ def plain_output(module: nn.Module) -> nn.Module:
             module.register_forward_pre_hook(_masked, with_kwargs=True)
         take_logits(module)
     return module
+
+
+@contextmanager
+def with_plain_output(module: nn.Module) -> Iterator[None]:
+    """Within this context a module of these packages maps padded tokens to logits; afterwards it is as it was."""
+    before = _masked in module._forward_pre_hooks.values()
+    plain_output(module)
+    try:
+        yield
+    finally:
+        if not before and _masked in module._forward_pre_hooks.values():
+            own_output(module)
 
 
 def take_logits(module: nn.Module) -> None:
