@@ -5,7 +5,8 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from fedflat.engine import cluster
 from fedflat.errors import RecipeError, TrainingError
 from fedflat.methods.parser import parse
 from fedflat.methods.part import Part
+from fedflat.models.vector import Network
+from fedflat.rounds.server import first_state
+from fedflat.rounds.setup import Problem
 
 ray = pytest.importorskip("ray")
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
@@ -91,6 +95,16 @@ def test_clients_that_share_steps_do_so_on_ray_too(two_nodes, digits):
     settings = dict(rounds=2, cohort=8, model_hidden=[8], engine_group=4)
     here, there = (train(digits, **settings, engine=engine) for engine in ("inline", "ray"))
     assert torch.equal(weights(here), weights(there))
+
+
+def test_a_model_that_has_not_changed_is_scored_once_on_ray_too(two_nodes, digits):
+    problem = Problem.of(digits, Network(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))), parse("fedavg"))
+    state = first_state(problem)
+    with closing(cluster.Cluster(problem)) as engine:
+        first = engine.score(state, "test", 1000)
+        assert engine.score(replace(state, round=5), "test", 1000) is first
+        again = engine.score(replace(state, weights=state.weights.clone()), "test", 1000)
+        assert again == first and again is not first
 
 
 class Moody(nn.Module):

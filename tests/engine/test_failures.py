@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+import warnings
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -198,6 +199,28 @@ def test_common_steps_that_fail_though_no_client_does_are_told_and_clients_train
         assert (report.cohort, report.refused) == (COHORT, [])
         ends.append(digest(state.weights))
     assert ends[0] == ends[1]
+
+
+@dataclass(frozen=True)
+class Forgetful(Part):
+    """The bad client wants to keep a vector of another size than the others."""
+
+    def first_memory(self, initial):
+        return {"last": torch.zeros_like(initial)}
+
+    def report(self, upload, sent, memory, outcome):
+        return upload, {"last": outcome.delta[: 1 if outcome.rule.client == BAD else None]}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_common_steps_are_not_blamed_if_one_of_the_clients_is_refused_on_its_own(workers):
+    task = problem(Method(Forgetful()), Branching, group=len(COHORT))
+    engine = Pool(task, first_state(task), slots=6, workers=workers) if workers else Inline(task)
+    with closing(engine), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, report = conduct(task, first_state(task), engine, COHORT)
+    assert report.cohort == OTHERS
+    assert [(r.client, r.reason) for r in report.refused] == [(BAD, "shape")]
 
 
 @pytest.mark.parametrize("deed", DEEDS)

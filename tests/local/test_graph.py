@@ -106,6 +106,19 @@ def test_steps_are_those_without_a_graph(momentum, decay, recorded):
     assert len(recorded) == 1  # for the second client too
 
 
+def test_the_velocity_that_a_graph_has_recorded_is_the_only_one(monkeypatch):
+    seen, graphed = [], GraphedStep.__call__
+
+    def step(self, slope, velocity, k):
+        seen.append((velocity, slope.velocity))
+        graphed(self, slope, velocity, k)
+
+    monkeypatch.setattr(GraphedStep, "__call__", step)
+    net, rule = network(), LocalRule(0.1, 2, momentum=0.9, graph=True)
+    train_client(net, net.weights.clone(), rule, batches(4, 4), F.cross_entropy)
+    assert seen == [(None, None)] * 2
+
+
 def test_a_short_batch_has_its_own_graph_and_very_many_sizes_none(recorded):
     def rule(graph):
         return LocalRule(0.1, 4, momentum=0.9, nesterov=True, graph=graph)

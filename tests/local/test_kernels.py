@@ -128,6 +128,16 @@ def test_the_kernels_that_claim_a_method_run_and_compute_the_definition(clients,
     assert numbers == pytest.approx(by_definition[1], rel=1e-12, abs=1e-12, nan_ok=True)
 
 
+def test_clients_share_steps_also_where_torch_has_no_fused_update(clients, ran, monkeypatch):
+    fused, _ = two_rounds(clients, "fedsam", *SETTINGS["chain, grouped"])
+    assert {*ran} == {"rows", "Rows.gradient", "FusedUpdate"}
+    ran.clear()
+    monkeypatch.setattr("fedflat.local.kernels.sgd.DEVICES", ())
+    defined, _ = two_rounds(clients, "fedsam", *SETTINGS["chain, grouped"])
+    assert {*ran} == {"rows", "Rows.gradient"}
+    torch.testing.assert_close(defined["weights"], fused["weights"], rtol=1e-12, atol=1e-12)
+
+
 def test_the_definition_comes_back_for_the_length_of_a_context():
     facts = network(True), LocalRule(0.1, 1), F.cross_entropy, torch.tensor([0])
     assert isinstance(choose(*facts).step, ChainStep)

@@ -8,7 +8,7 @@ import torch
 
 from fedflat import models, train
 from fedflat.engine.inline import Inline
-from fedflat.engine.pool import Pool
+from fedflat.engine.pool import START, Pool
 from fedflat.errors import TrainingError
 from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
@@ -16,47 +16,65 @@ from fedflat.rounds import client
 from fedflat.rounds.server import first_state
 from fedflat.rounds.setup import Problem
 
+FORKED = pytest.mark.skipif(START != "fork", reason="forked workers have the passes counted")
+ENGINES = ["inline", pytest.param("pool", marks=FORKED)]
+
 
 @pytest.fixture
-def passes(monkeypatch):
-    """The number of samples in each chunk that was scored."""
-    seen, score = [], client.score
-    monkeypatch.setattr(client, "score", lambda *arguments: seen.append(len(arguments[1])) or score(*arguments))
-    return seen
+def passes(monkeypatch, tmp_path):
+    """Tells the number of samples in each chunk that was scored, by this process or by its worker."""
+    file, score = tmp_path / "passes", client.score
+    file.touch()
+
+    def noted(*arguments):
+        with file.open("a") as lines:
+            lines.write(f"{len(arguments[1])}\n")
+        return score(*arguments)
+
+    monkeypatch.setattr(client, "score", noted)
+    return lambda: [int(line) for line in file.read_text().split()]
+
+
+def engine_of(problem, state, workers):
+    return Pool(problem, state, slots=2, workers=workers) if workers else Inline(problem)
 
 
 def problem_of(federation):
     return Problem.of(federation, Network(models.build("mlp", (1, 8, 8), 10, hidden=(12,))), parse("fedavg"))
 
 
-def test_a_model_is_scored_again_only_if_it_or_the_question_has_changed(digits, passes):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_model_is_scored_again_only_if_it_or_the_question_has_changed(digits, passes, engine):
     problem = problem_of(digits)
     state, size = first_state(problem), len(digits.dataset.test)
-    with closing(Inline(problem)) as engine:
+    with closing(engine_of(problem, state, workers=int(engine == "pool"))) as engine:
         first = engine.score(state, "test", 1000)
-        assert engine.score(replace(state, round=5), "test", 1000) is first and passes == [size]
+        assert engine.score(replace(state, round=5), "test", 1000) is first and passes() == [size]
         same = engine.score(replace(state, weights=state.weights.clone()), "test", 1000)
-        assert same == first and same is not first and passes == [size] * 2
+        assert same == first and same is not first and passes() == [size] * 2
         engine.score(state, "test", size - 1)
         engine.score(state, "train", 2000)
-        assert passes[2:] == [size - 1, 1, len(digits.dataset.train)]
+        assert passes()[2:] == [size - 1, 1, len(digits.dataset.train)]
         before = engine.score(state, "test", 1000)
         state.weights.mul_(2)
         assert engine.score(state, "test", 1000).loss != before.loss
 
 
-def test_the_model_before_a_round_is_not_scored_twice(digits, passes):
-    settings = dict(model="mlp", cohort=2, lr=0.1, engine="inline", measures=["local"], evaluation_batch=1000)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_model_before_a_round_is_not_scored_twice(digits, passes, engine):
+    settings = dict(model="mlp", cohort=2, lr=0.1, engine=engine, workers=1, measures=["local"], evaluation_batch=1000)
     result = train(digits, **settings, rounds=3)
     # The local models and the new global one; the one before only in the first round.
-    assert len(passes) == 4 + 3 + 3
+    assert len(passes()) == 4 + 3 + 3
     assert [r["local_accuracy_before"] for r in result.history[1:]] == [r["accuracy"] for r in result.history[:-1]]
 
 
-def test_a_skipped_round_needs_no_evaluation(digits, passes):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_skipped_round_needs_no_evaluation(digits, passes, engine):
+    settings = dict(engine=engine, workers=1, evaluation_batch=1000)
     with pytest.raises(TrainingError, match="3 rounds in a row were skipped"):
-        train(digits, rounds=5, cohort=2, engine="inline", quorum=3, patience=3, evaluation_batch=1000)
-    assert len(passes) == 1
+        train(digits, rounds=5, cohort=2, quorum=3, patience=3, **settings)
+    assert len(passes()) == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -64,8 +82,7 @@ def test_scoring_leaves_the_network_as_it_was(digits, workers):
     problem = problem_of(digits)
     state, own = first_state(problem), problem.network.weights
     own.fill_(7.0)
-    engine = Pool(problem, state, slots=2, workers=workers) if workers else Inline(problem)
-    with closing(engine):
+    with closing(engine_of(problem, state, workers)) as engine:
         engine.score(state, "test", 100)
     assert problem.network.weights is own and bool((own == 7.0).all())
     parameter = next(problem.network.module.parameters())

@@ -20,6 +20,7 @@ from torch import nn
 import forking
 from fedflat import Augment, train
 from fedflat.cli import app
+from fedflat.engine import Pool
 from fedflat.errors import FedflatError, RecipeError, RunError, TrainingError
 from fedflat.federation.augment import normalise
 from fedflat.federation.batching import batch_indices
@@ -583,8 +584,16 @@ class Shaken(nn.Module):
         return self.net(x)
 
 
+@pytest.fixture
+def pools(monkeypatch):
+    """The number of workers of every pool in which clients adapt."""
+    started = []
+    monkeypatch.setattr("fedflat.runs.personal.Pool", lambda *how: started.append(how[3]) or Pool(*how))
+    return started
+
+
 @pytest.mark.parametrize("how", ["finetune", "perfedavg", "knn", "local"])
-def test_workers_change_no_bit(digits, how):
+def test_workers_change_no_bit(digits, pools, how):
     problem = Problem.of(digits, Network(Shaken()), parse("fedavg"), Local(batch=0, lr=0.05, momentum=0.5), seed=3)
     start, seen = problem.network.weights.clone(), []
     for workers in (1, 2, 3):
@@ -592,11 +601,13 @@ def test_workers_change_no_bit(digits, how):
         torch.rand(workers)
         seen.append(personalise(problem, start, (0, 2), how, size=SIZE, workers=workers))
         assert torch.equal(problem.network.weights, start)
+    assert pools == [2, 3], "one worker is this process"
     assert seen[0] == seen[1] == seen[2]
     assert [result.client for result in seen[0]] == [client for client in range(digits.clients) for _ in range(2)]
 
 
-def test_a_client_that_diverges_in_a_worker_is_named(digits):
+def test_a_client_that_diverges_in_a_worker_is_named(digits, pools):
     problem = Problem.of(digits, net(), parse("fedavg"), Local(batch=20, lr=0.05))
     with pytest.raises(TrainingError, match=r"client \d: its model is no longer finite; the learning rate 1e\+30"):
         personalise(problem, problem.network.weights.clone(), (1,), lr=1e30, size=SIZE, workers=2)
+    assert pools == [2]

@@ -4,10 +4,12 @@ import csv
 import json
 import re
 import signal
+import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -335,17 +337,32 @@ def test_a_trial_must_be_worth_its_time(tmp_path, monkeypatch, rounds, seconds, 
     assert len(tried) == trials
 
 
+@pytest.fixture
+def taken(monkeypatch):
+    """The layouts in which sweeps run on four cores with ample memory."""
+    layouts = []
+    monkeypatch.setattr(pool, "cores", lambda: 4)
+    monkeypatch.setattr("fedflat.files.free_memory", lambda: None)
+    monkeypatch.setattr(Jobs, "run", lambda work, *_: layouts.append((work.jobs, work.workers)))
+    return layouts
+
+
+@pytest.mark.parametrize("best", [(4, 1), (2, 2), (1, 4)])
+def test_a_long_sweep_runs_in_the_layout_that_was_fastest(tmp_path, monkeypatch, taken, best):
+    sweep = load_sweep(written(tmp_path, "server.rounds = 1000\n[grid]\nseed = [0, 1, 2, 3, 4]\n"))
+    timed_trial(monkeypatch, {layout: 5.0 + (layout == best) for layout in throughput.layouts(4, 4)})
+    train_all(sweep, tmp_path, jobs=0, trust=False)
+    assert taken == [best]
+
+
 @pytest.mark.parametrize(
     ("jobs", "left", "layout"),
     [(0, 3, (3, 1)), (0, 1, (1, 4)), (0, 0, (1, 4)), (2, 3, (2, 2)), (2, 1, (2, 4)), (9, 3, (9, 1)), (9, 1, (9, 4))],
 )
-def test_the_cores_are_divided_among_the_runs_that_are_left(tmp_path, monkeypatch, jobs, left, layout):
+def test_the_cores_are_divided_among_the_runs_that_are_left(tmp_path, monkeypatch, taken, jobs, left, layout):
     plan = load_sweep(written(tmp_path, "[grid]\nseed = [0, 1, 2]\n"))
     slugs = [point.slug for point in plan.points]
     monkeypatch.setattr(results, "finished", lambda folder, point: slugs.index(point.slug) >= left)
-    monkeypatch.setattr(pool, "cores", lambda: 4)
-    taken = []
-    monkeypatch.setattr(Jobs, "run", lambda work, *_: taken.append((work.jobs, work.workers)))
     train_all(plan, tmp_path, jobs, trust=False)
     assert taken == [layout]
 
@@ -678,3 +695,21 @@ def test_a_run_that_another_process_works_on_is_waited_for(tmp_path, monkeypatch
     work.run(watch, lambda *_: None)
     assert seen[0] == seen[1] == [*sweep.points[1:]], "all others begin at once"
     assert begun == [*sweep.points[1:], sweep.points[0]] and not work.failed
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="processes share files by locks of POSIX")
+def test_the_runs_of_a_sweep_share_one_decoded_data_set(tmp_path):
+    """The file is gone when the second run begins, so it can only map what the first one has stored."""
+    file, chance, ends = tmp_path / "mine.npz", np.random.default_rng(0), []
+    parts = {"train": 40, "test": 10}
+    arrays = {f"x_{part}": chance.normal(size=(n, 3)).astype("float32") for part, n in parts.items()}
+    np.savez(file, **arrays, **{f"y_{part}": np.arange(n) % 2 for part, n in parts.items()})
+    text = 'server.rounds = 1\nsplit.clients = 4\nmodel.hidden = [4]\nengine = "inline"\n[grid]\nlocal.lr = [0.1, 0.2]'
+    sweep = load_sweep(written(tmp_path, text), None, ["data=arrays", f"data.dir={file}"])
+
+    def told(_, complaint):
+        ends.append(complaint)
+        file.unlink(missing_ok=True)
+
+    Jobs(sweep, tmp_path, jobs=1, workers=1).run(lambda: None, told)
+    assert ends == [None, None]

@@ -95,15 +95,12 @@ class Cluster(InProcess):
             if isinstance(answer, Failure) and len(clients) > 1:
                 self._apart.add(clients, answer.detail)
                 left.extend([client] for client in clients)
-                continue
-            if len(clients) == 1:
-                self._apart.ended(clients[0], well=not isinstance(answer, Failure))
-            if isinstance(answer, Failure):
-                yield Refusal(clients[0], answer.reason, answer.detail)
+            elif isinstance(answer, Failure):
+                yield self._apart.ended(Refusal(clients[0], answer.reason, answer.detail))
             else:
                 for each in answer:
                     kept = vectors(each.pop("kept"))
-                    yield self._received(_completed(each), kept)
+                    yield self._apart.ended(self._received(_completed(each), kept))
 
     @unless_seen
     def score(self, state: ServerState, part: str, chunk: int) -> Score:

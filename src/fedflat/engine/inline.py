@@ -37,7 +37,7 @@ class Inline(InProcess):
     def local_rounds(self, broadcast: Broadcast, cohort: Sequence[int]) -> Iterator[Upload | Refusal]:
         self._kept = {}
         for clients in groups(self._problem, cohort):
-            yield from self._local_rounds(broadcast, clients)
+            yield from map(self._apart.ended, self._local_rounds(broadcast, clients))
             self.memory.release(clients)
 
     def _local_rounds(self, broadcast: Broadcast, clients: Sequence[int]) -> list[Upload | Refusal]:
@@ -47,13 +47,11 @@ class Inline(InProcess):
                 memories = [self.memory[client] for client in clients]
                 trained = self._worker.local_rounds(broadcast, clients, memories)
         except Exception as error:
+            why = failure(error, self._worker.stage)
             if len(clients) == 1:
-                self._apart.ended(clients[0], well=False)
-                return [Refusal(clients[0], "raised", failure(error, self._worker.stage), error)]
-            self._apart.add(clients, failure(error, self._worker.stage))
+                return [Refusal(clients[0], "raised", why, error)]
+            self._apart.add(clients, why)
             return [outcome for client in clients for outcome in self._local_rounds(broadcast, [client])]
-        if len(clients) == 1:
-            self._apart.ended(clients[0], well=True)
         return [self._received(upload, kept) for upload, kept in trained]
 
     @unless_seen

@@ -164,9 +164,7 @@ class Pool:
             answers = [answer] * len(slots) if isinstance(answer, Failure) else answer
             for slot, each in zip(slots, answers, strict=True):
                 lost = isinstance(each, Failure)
-                if len(slots) == 1:
-                    self._apart.ended(order[slot], well=not lost)
-                yield _refusal(order[slot], each) if lost else self._shared.completed(each, slot)
+                yield self._apart.ended(_refusal(order[slot], each) if lost else self._shared.completed(each, slot))
                 self._shared.release()
 
     def kept(self, client: int) -> Vectors:

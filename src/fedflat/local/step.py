@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedflat.local.kernels import choose
+from fedflat.local.kernels.graph import GraphedStep
 from fedflat.local.kernels.sgd import FusedUpdate
 from fedflat.local.rule import Batch, LocalRule, Loss, Outcome, Vectors
 from fedflat.local.slope import Slope, sight
@@ -52,6 +53,8 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
             slope.at(batch, next(stream, None) if rule.pairs else None)
             if k == 0:  # the choice of kernels depends on the labels
                 slope.kernels = kernels = choose(network, rule, loss, batch[1])
+                if isinstance(kernels.step, GraphedStep):
+                    velocity = slope.velocity = None  # graphs have recorded one of their own
             if kernels.step:
                 kernels.step(slope, velocity, k)
                 continue

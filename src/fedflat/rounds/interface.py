@@ -140,18 +140,19 @@ class Apart:
         """Note that the common steps of these clients failed."""
         self._groups |= dict.fromkeys(clients, _Group(why, len(clients)))
 
-    def ended(self, client: int, well: bool) -> None:
-        """Note that a client has trained on its own, and warn if it was the last of a group in which nobody failed."""
-        group = self._groups.pop(client, None)
+    def ended(self, outcome: Upload | Refusal) -> Upload | Refusal:
+        """Return a client's outcome; warn if it was the last of a failed group of which nobody failed on its own."""
+        group = self._groups.pop(outcome.client, None)
         if group is None:
-            return
-        group.left -= well  # never reaches 0 if one failed
+            return outcome
+        group.left -= isinstance(outcome, Upload)  # never reaches 0 if one failed
         if not group.left:
             warnings.warn(
                 "clients train one by one because their common steps failed, which they do not on their own: "
                 f"{group.why}; engine.group = 1 does not try common steps",
                 stacklevel=2,
             )
+        return outcome
 
 
 @dataclass

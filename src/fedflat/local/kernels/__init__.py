@@ -33,7 +33,10 @@ _ENABLED: ContextVar[bool] = ContextVar("kernels", default=True)
 
 
 class Kernel(Protocol):
-    """The interface of the kernels for one client: a test whether it applies, and a constructor."""
+    """The interface of the kernels for one client: a test whether it applies, and a constructor.
+
+    `choose` gives every kernel the same two arguments, of which some kernels need only one.
+    """
 
     def __init__(self, network: Network, rule: LocalRule) -> None: ...
 

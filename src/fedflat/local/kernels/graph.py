@@ -110,7 +110,7 @@ class GraphedStep:
         there = network.weights.device.type in DEVICES
         return rule.graph and there and classes and same and FusedUpdate.fits(network, rule, loss, labels)
 
-    def __call__(self, slope: Slope, velocity: Tensor | None, k: int) -> None:
+    def __call__(self, slope: Slope, _: Tensor | None, k: int) -> None:
         own = self._recordings.velocity
         if k == 0 and own is not None:
             own.zero_()

@@ -120,10 +120,13 @@ def train_together(
     weights = starts.clone()  # contiguous also if `start` is one vector for all
     velocity = torch.zeros_like(weights) if rule.momentum else None
     carry, losses, looks = dict(rule.carry), weights.new_zeros(len(rules)), [0] * len(rules)
-    slope, update = RowSlope(network, weights), FusedUpdate(network, rule)
+    slope = RowSlope(network, weights)
+    update: FusedUpdate | None = None
     at_once = slope.chain if rule.plain else None
     watchers = [Watcher(network, r, F.cross_entropy) for r in rules] if rule.watched else []
     for k, batch in enumerate(batches):
+        if k == 0 and FusedUpdate.fits(network, rule, F.cross_entropy, batch[1]):
+            update = FusedUpdate(network, rule)
         slope.at(batch, [i for i, r in enumerate(rules) if r.steps <= k])
         _watch(watchers, network, weights, batch)
         still = _rows({WEIGHTS: weights, **carry}, slope.done)
