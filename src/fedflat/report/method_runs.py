@@ -32,7 +32,9 @@ PAPERS: dict[str, tuple[Source, ...]] = {
     "fashion-lenet": (MAN,),
     "cifar10-lenet-small": (SMOO_01, MAN),
     "cifar10-smoo": (SMOO_01,),
+    "cifar10-smoo-cnn": (SMOO_01,),
     "cifar10-man": (MAN,),
+    "fashion-sol-radius": SOL,
     **dict.fromkeys(
         ("fashion-sol", "fashion-forgetting", "fashion-sol-tuned", "cifar10-sol-small", "cifar10-sol"), SOL
     ),
@@ -41,6 +43,7 @@ PAPERS: dict[str, tuple[Source, ...]] = {
 ALIKE = {
     "fedsam(0.02)": "fedsam(0.1)",
     "fedasam(0.5, eta=0.0, biases=True)": "fedasam(1.0, eta=0.0, biases=True)",
+    "fedsmoo(rho=0.02)": "fedsmoo",
     "fedsmoo(rho=0.02, penalty=0.1)": "fedsmoo",
     "feddyn(0.1) + man(0.15)": "feddyn(0.01, balanced=True) + man(0.15)",
     "fedspeed": "fedspeed(0.01, 0.01, balanced=True)",
