@@ -52,9 +52,18 @@ def federation(per_token):
     return Federation(dataset, [torch.arange(i, 40, 4) for i in range(4)])
 
 
+def trained():
+    """A GPT-2 whose weights are not those of a new one."""
+    module, chance = made(GPT2, per_token=True), torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=chance))
+    return module
+
+
 @pytest.fixture
 def folder(tmp_path):
-    made(GPT2, per_token=True).save_pretrained(tmp_path)
+    trained().save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -194,9 +203,9 @@ def test_hessian_products_are_differences_of_gradients():
 def test_a_folder_is_read_and_nothing_is_downloaded(folder, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("it goes to the network"))
     module = build("transformers", (LENGTH,), TOKENS, vocabulary=TOKENS, per_token=True, folder=str(folder))
-    expected = made(GPT2, per_token=True)
     x = texts()[0]
-    assert torch.equal(Network(module).module.eval()(x), Network(expected).module.eval()(x))
+    found, saved, new = (Network(each).module.eval()(x) for each in (module, trained(), made(GPT2, per_token=True)))
+    assert torch.equal(found, saved) and not torch.allclose(found, new)
     with pytest.raises(RecipeError, match=r"^model.folder = 'gpt2': is not a local folder with a config.json; nothing"):
         build("transformers", (LENGTH,), TOKENS, vocabulary=TOKENS, per_token=True, folder="gpt2")
 
