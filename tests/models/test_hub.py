@@ -102,6 +102,24 @@ def test_man_sees_what_the_gelu_of_a_block_hands_to_its_last_layer(config, names
     assert float(next(iter(squares.values()))) == pytest.approx(float(expected))
 
 
+@pytest.mark.parametrize(
+    ("config", "layer"), [(GPT2, "h.0.attn.c_proj"), (BERT, "layer.0.attention.output.dense")], ids=["gpt2", "bert"]
+)
+def test_man_sees_what_the_heads_of_an_attention_have_mixed_if_asked_to(config, layer):
+    module, x = made(config), texts(3)[0]
+    network, seen = Network(module), []
+    (last,) = [each for name, each in module.named_modules() if name.endswith(layer)]
+    last.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    with torch.no_grad(), network.listening(activations=True, attention=True) as tap:
+        squares = tap(x).squares
+    (found,) = [float(square) for name, square in squares.items() if name.endswith(layer)]
+    assert found == pytest.approx(float(seen[0][x >= 0].square().mean())) and len(squares) > 1
+    for attention in (False, True):  # and it is in the loss, whose gradient reaches the values that are mixed
+        settings = dict(rounds=1, cohort=2, lr=0.5, engine="inline", model_config=config)
+        result = train(federation(False), "transformers", f"fedavg + man(1.0, attention={attention})", **settings)
+        assert any(name.endswith(layer) for name in result.history[0]["notes"]) == attention
+
+
 def test_a_module_of_ones_own_and_one_wrapped_by_peft_are_trained(peft):
     tokens = federation(per_token=True)
     module = made(GPT2, per_token=True)
