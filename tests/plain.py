@@ -11,6 +11,7 @@ from fedflat.local.step import train as local_train
 from fedflat.methods.chain import Method
 from fedflat.methods.part import ServerView
 from fedflat.methods.uploads import Upload, collect
+from fedflat.models.adapters import lora
 from fedflat.models.vector import Network
 
 DOUBLE = dict(dtype=torch.float64)
@@ -27,7 +28,21 @@ def conv():
     )  # fmt: skip
 
 
-NETWORKS = pytest.mark.parametrize("make", [mlp, conv])
+def normed():
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 7), nn.LayerNorm(7), nn.ReLU(), nn.Linear(7, 4))
+
+
+def adapted():
+    """Adapters that have been trained for a while, one of them with a frozen A, beside biases."""
+    module = lora(mlp(), 2, targets="all", also="*.bias")
+    module[1].lora_a.requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        if name.endswith("lora_b"):
+            nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+NETWORKS = pytest.mark.parametrize("make", [mlp, conv, normed])
 
 
 def task(make, dtype=torch.float64):

@@ -24,6 +24,23 @@ def fedflat(called_in, adapted):
     return called_in(adapted)
 
 
+def test_the_table_of_a_run_shows_what_the_adapters_alone_cost(called_in, tmp_path):
+    """SCAFFOLD sends two vectors each way and keeps one with each client: here the adapters' entries and no others."""
+    fedflat = called_in(tmp_path)
+    weights = 2 * (64 + 16) + 2 * (16 + 10)  # of both layers' adapters; the whole model has 1,210 more
+    given = ["--method", "scaffold", "--set", *SETTINGS[:3], "engine=inline", "server.rounds=2", "server.cohort=3"]
+    code, printed, _ = fedflat("run", *given, "--out", "a", "--json")
+    (found,) = json.loads(printed)
+    assert code == 0 and (found["parameters_trained"], found["parameters"]) == (weights, weights + 1210)
+    assert found["bytes_down"] == found["bytes_up"] == 2 * 3 * 2 * 4 * weights
+    assert found["bytes_kept"] == 4 * weights
+    code, printed, _ = fedflat("run", *given, "--out", "b")
+    heads, row = (next(line for line in printed.splitlines() if word in line) for word in ("MB down", "0.0102"))
+    cells = dict(zip(*([cell.strip() for cell in line[1:-1].split(line[0])] for line in (heads, row)), strict=True))
+    assert (cells["trained"], cells["MB down"], cells["MB up"]) == ("212 of 1,422", "0.0102", "0.0102")
+    assert cells["MB kept by a client"] == "0.000848"
+
+
 def test_local_only_training_begins_anew_with_the_parts_of_the_recipe(fedflat):
     """The product average and the evaluated model are in the method already, and are not added again."""
     code, printed, complaint = fedflat("personalize", "run", "--how", "local", "--epochs", "1", "--size", "40")

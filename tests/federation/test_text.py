@@ -68,6 +68,32 @@ def test_roles_are_natural_clients_with_their_own_test_samples(play):
     assert [groups[held].unique().tolist() for held in federation.local_tests(0)] == [[0], [1]]
 
 
+@pytest.mark.parametrize("name", ["shakespeare", "text"])
+def test_the_halves_are_every_second_role_or_file_and_have_the_same_tokens(tmp_path, name):
+    said = {who: f"I am {who}, and I have this to say to you all. " * 4 for who in "ABCDE"}
+    (tmp_path / "shakespeare").mkdir()
+    play = "\n\n".join(f"{who}:\n{text}" for who, text in said.items() for _ in range(2))
+    (tmp_path / "shakespeare/input.txt").write_text(f"{play}\n\nTIM:\nToo short.")
+    for who, text in said.items():
+        (tmp_path / f"{who}.txt").write_text(text)
+    cut = dict(directory=tmp_path, split="natural", window=20, predict="all", shortest=30)
+    halves = [federate(name, half=half, **cut) for half in (0, 1, 2)]
+    assert [each.clients for each in halves] == [5, 3, 2]
+    spoken = [[each.dataset.train.inputs[shard] for shard in each.shards] for each in halves]
+    assert all(map(torch.equal, spoken[0][0::2], spoken[1])) and all(map(torch.equal, spoken[0][1::2], spoken[2]))
+    assert len({each.dataset.tokenizer for each in halves}) == 1
+
+
+def test_a_half_of_what_has_no_owners_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match=r"data\.half = 1: only shakespeare and text have roles or files to choose"):
+        federate("digits", half=1)
+    (tmp_path / "x.txt").write_text("to be or not to be " * 20)
+    with pytest.raises(DataError, match=r"x\.txt has one text of 0 characters, so data\.half = 2 is empty"):
+        federate("text", directory=tmp_path / "x.txt", half=2)
+    with pytest.raises(RecipeError, match=r"data\.half = 3: must be 1 or 2, or 0 for both halves"):
+        federate("text", directory=tmp_path / "x.txt", half=3)
+
+
 def test_only_texts_have_a_length():
     with pytest.raises(RecipeError, match=r"data\.by_length = true: is for texts, and the samples of digits are none"):
         federate("digits", by_length=True)

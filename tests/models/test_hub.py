@@ -52,9 +52,18 @@ def federation(per_token):
     return Federation(dataset, [torch.arange(i, 40, 4) for i in range(4)])
 
 
+def trained():
+    """A GPT-2 whose weights are not those of a new one."""
+    module, chance = made(GPT2, per_token=True), torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=chance))
+    return module
+
+
 @pytest.fixture
 def folder(tmp_path):
-    made(GPT2, per_token=True).save_pretrained(tmp_path)
+    trained().save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -91,6 +100,24 @@ def test_man_sees_what_the_gelu_of_a_block_hands_to_its_last_layer(config, names
     assert [name.rpartition(".")[2] for name in squares] == names
     expected = seen[0][texts(3)[0] >= 0].square().mean()  # padding has no activations
     assert float(next(iter(squares.values()))) == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize(
+    ("config", "layer"), [(GPT2, "h.0.attn.c_proj"), (BERT, "layer.0.attention.output.dense")], ids=["gpt2", "bert"]
+)
+def test_man_sees_what_the_heads_of_an_attention_have_mixed_if_asked_to(config, layer):
+    module, x = made(config), texts(3)[0]
+    network, seen = Network(module), []
+    (last,) = [each for name, each in module.named_modules() if name.endswith(layer)]
+    last.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    with torch.no_grad(), network.listening(activations=True, attention=True) as tap:
+        squares = tap(x).squares
+    (found,) = [float(square) for name, square in squares.items() if name.endswith(layer)]
+    assert found == pytest.approx(float(seen[0][x >= 0].square().mean())) and len(squares) > 1
+    for attention in (False, True):  # and it is in the loss, whose gradient reaches the values that are mixed
+        settings = dict(rounds=1, cohort=2, lr=0.5, engine="inline", model_config=config)
+        result = train(federation(False), "transformers", f"fedavg + man(1.0, attention={attention})", **settings)
+        assert any(name.endswith(layer) for name in result.history[0]["notes"]) == attention
 
 
 def test_a_module_of_ones_own_and_one_wrapped_by_peft_are_trained(peft):
@@ -194,9 +221,9 @@ def test_hessian_products_are_differences_of_gradients():
 def test_a_folder_is_read_and_nothing_is_downloaded(folder, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("it goes to the network"))
     module = build("transformers", (LENGTH,), TOKENS, vocabulary=TOKENS, per_token=True, folder=str(folder))
-    expected = made(GPT2, per_token=True)
     x = texts()[0]
-    assert torch.equal(Network(module).module.eval()(x), Network(expected).module.eval()(x))
+    found, saved, new = (Network(each).module.eval()(x) for each in (module, trained(), made(GPT2, per_token=True)))
+    assert torch.equal(found, saved) and not torch.allclose(found, new)
     with pytest.raises(RecipeError, match=r"^model.folder = 'gpt2': is not a local folder with a config.json; nothing"):
         build("transformers", (LENGTH,), TOKENS, vocabulary=TOKENS, per_token=True, folder="gpt2")
 

@@ -3,12 +3,14 @@
 import hashlib
 import pickle
 from collections import OrderedDict
+from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from fedflat import models
+from fedflat import models, train
 from fedflat.errors import RecipeError
 from fedflat.models import Layout
 from fedflat.models.vector import Network
@@ -172,3 +174,24 @@ def test_a_head_with_two_names_is_still_a_head():
     network = Network(module)
     network.choose_head(torch.ones(1, 4))
     assert network.size == 23 and network.head == slice(15, 23)
+
+
+def test_a_module_of_ones_own_that_returns_an_object_with_logits_is_trained_like_a_plain_one(digits):
+    """FedSoL looks at the head too, whose output is in the object."""
+
+    class Answer(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return SimpleNamespace(logits=self.net(x), hidden=None)
+
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
+    settings = dict(method="fedsol(scope='head')", rounds=2, cohort=3, lr=0.1, engine="inline")
+    ours, theirs = (train(digits, each, **settings) for each in (Answer(deepcopy(plain)), deepcopy(plain)))
+    assert ours.history[-1]["accuracy"] == theirs.history[-1]["accuracy"] > ours.history[0]["accuracy"]
+    for name, parameter in theirs.model.named_parameters():
+        assert torch.equal(ours.model.get_parameter(f"net.{name}"), parameter)
+    x = torch.zeros(2, 1, 8, 8)
+    assert torch.equal(ours.model(x).logits, theirs.model(x))  # it is the user's module again

@@ -102,6 +102,7 @@ fill.k = 5
 """
 # What the rows of these sweeps have beside the usual columns.
 COLUMNS = {
+    "lora": {"lambda1", "lambda1_all", "trace", "trace_all", "seconds"},
     "fedsol-figure3": {
         "local_accuracy_before",
         "local_accuracy",
@@ -135,7 +136,38 @@ class Held(nn.Module):
             time.sleep(0.01)
         return self.layer(x.flatten(1))
 '''
-PLAY = "\n\n".join(f"{role}:\nWhat say you, {role}? Speak, and be heard by all of us." for role in ("A", "B", "C") * 5)
+PLAY = "\n\n".join(f"{role}:\nWhat say you, {role}? Speak, and be heard by all of us." for role in [*"ABCD"] * 5)
+
+
+BASED = """
+model = { name = "mlp", hidden = [8] }
+split.clients = 4
+server = { rounds = 1, cohort = 2 }
+engine = "inline"
+
+[base]
+method = "fedavg + adamw"
+local = { lr = 0.01, steps = 2 }
+split = { name = "iid", clients = 1 }
+server.cohort = 1
+
+[grid]
+trained = ["all", "lora"]
+
+[[override]]
+when.trained = "all"
+set = { local.lr = 0.05 }
+
+[[override]]
+when.trained = "lora"
+set = { model.lora = { rank = 2, targets = "all" } }
+
+[scale.tiny]
+local.batch = 5
+
+[scale.tiny.base]
+local.steps = 1
+"""
 
 
 def written(folder, text, name="mine.toml"):
@@ -158,6 +190,41 @@ def test_overrides_refine_the_points_that_they_meet(tmp_path):
     assert (plain.recipe.local.lr, plain.after) == (0.02, ())
     assert (large.recipe.local.lr, large.after) == (0.03, ("flatness --k 1",))
     assert points["fedsam-0.1_alpha=0.1_large_seed=0"].recipe.local.lr == load("sol").local.lr
+
+
+def test_the_base_is_the_files_recipe_with_settings_of_its_own(tmp_path):
+    sweep = load_sweep(written(tmp_path, BASED), "tiny", ["seed=3"])
+    base, grid = sweep.base.recipe, [point.recipe for point in sweep.points]
+    assert [point.slug for point in sweep.runs] == ["base", "all", "lora"]
+    assert (base.method, base.split.name, base.split.clients, base.server.cohort) == ("fedavg + adamw", "iid", 1, 1)
+    assert (base.local.lr, base.local.steps, base.local.batch, base.model.lora) == (0.01, 1, 5, None)
+    assert [each.local.lr for each in grid] == [0.05, load().local.lr]
+    assert {each.seed for each in (base, *grid)} == {3}
+    assert {each.local.steps for each in grid} == {None}
+    assert sweep.points[0].asked()["base"] == sweep.base.asked()
+    assert load_sweep(written(tmp_path, GRID)).base is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ("[base]", "base = 3\n[bass]", "mine.toml: base = 3: must be a table"),
+        ("lr = 0.01", "lrr = 0.01", "mine.toml: [base]: local.lrr: there is no such field; did you mean local.lr?"),
+        ("adamw", "adamw({beta})", "mine.toml: 'fedavg + adamw({beta})': {beta} has no value; give it one in [fill]"),
+        ("hidden", "base = 'a', hidden", "mine.toml: model.base = 'a': the runs start from that of [base]; leave one"),
+    ],
+)
+def test_a_mistake_in_a_base_is_one_sentence(tmp_path, before, after, sentence):
+    assert before in BASED
+    with pytest.raises(RecipeError) as caught:
+        load_sweep(written(tmp_path, BASED.replace(before, after, 1)))
+    assert str(caught.value).startswith(sentence)
+
+
+def test_no_run_of_the_grid_takes_the_directory_of_the_base(tmp_path):
+    text = BASED.replace('["all", "lora"]', '["base", "lora"]').replace('"all"\nset', '"base"\nset')
+    slugs = [point.slug for point in load_sweep(written(tmp_path, text)).runs]
+    assert slugs[0] == "base" and slugs[1].startswith("base-") and slugs[2] == "lora"
 
 
 def test_names_in_braces_are_filled_by_setting(tmp_path):
@@ -429,7 +496,7 @@ def test_every_sweep_that_comes_along_means_something_at_every_scale(name):
 
 @pytest.mark.parametrize("name", shipped())
 def test_the_tiny_form_of_every_sweep_that_comes_along_runs_two_rounds(name, tmp_path, capsys):
-    text = name == "shakespeare"
+    text = name in ("lora", "shakespeare")
     if text:
         (tmp_path / "shakespeare").mkdir()
         (tmp_path / "shakespeare/input.txt").write_text(PLAY)
@@ -439,7 +506,7 @@ def test_the_tiny_form_of_every_sweep_that_comes_along_runs_two_rounds(name, tmp
         folder = tmp_path / point.slug
         problem = prepare(point.recipe)
         recipe = problem.recipe
-        used = ("shakespeare", point.values["model"]) if text else ("digits", "mlp")
+        used = ("shakespeare", point.recipe.model.name) if text else ("digits", "mlp")
         assert (problem.federation.dataset.name, recipe.model.name) == used
         assert len(execute(problem, folder).history) == 2
         answers = []
@@ -571,6 +638,40 @@ def test_a_sweep_that_is_stopped_goes_on_by_the_same_command_past_a_run_that_fai
     assert row["accuracy_last"] == curve(tmp_path / "whole")[-1]["accuracy"]
 
 
+def test_runs_start_from_the_model_of_their_base_which_is_trained_once(tmp_path):
+    """The study of LoRA at its smallest: first all weights, then, by a second command, the adapters."""
+    (tmp_path / "shakespeare").mkdir()
+    (tmp_path / "shakespeare/input.txt").write_text(PLAY)
+    folder = tmp_path / "sweeps/lora-tiny"
+
+    def sweep(*more):
+        given = ("--set", "data.dir=.", "--only", "method=fedavg", *more)
+        return Command(tmp_path, "sweep", "lora", "--scale", "tiny", *given, COLUMNS="140").ended()
+
+    code, said = sweep("--only", "trained=all")
+    assert code == 0, said
+    begun = (folder / "base/metrics.jsonl").read_bytes()
+    code, said = sweep("--only", "trained=lora")
+    assert (code, "base is done" in said) == (0, False)
+    assert (folder / "base/metrics.jsonl").read_bytes() == begun
+    digest = json.loads((folder / "base/summary.json").read_text())["model_sha256"]
+    recipes = [(folder / f"{each}_fedavg_seed=0/recipe.toml").read_text() for each in ("all", "lora")]
+    assert all(f'base_sha256 = "{digest}"' in text for text in recipes)
+    whole, lora = read_rows(folder)
+    assert lora["bytes_up"] < whole["bytes_up"] / 2
+    assert whole["lambda1"] == whole["lambda1_all"] and lora["lambda1"] != lora["lambda1_all"]
+    code, said = sweep("--set", "local.momentum=0.5")
+    assert (code, said.count("\n")) == (6, 1)
+    assert "runs have other settings, base for example has local.momentum = 0.9, and now it is 0.5" in said
+
+
+def test_without_a_base_no_run_of_the_grid_starts(tmp_path):
+    written(tmp_path, BASED.replace("lr = 0.01", "lr = 1e9").replace(" + adamw", ""))
+    code, said = Command(tmp_path, "sweep", "mine.toml", COLUMNS="140").ended()
+    assert code == 5 and "1 of 3 runs failed; see sweeps/mine/base/log.txt" in said
+    assert {path.name for path in (tmp_path / "sweeps/mine").iterdir() if path.is_dir()} == {"base"}
+
+
 def test_the_commands_of_a_sweep_are_listed_before_they_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     app(["sweep"], standalone_mode=False)
@@ -594,7 +695,7 @@ def test_the_docs_count_the_runs_of_every_sweep_of_a_paper():
         names, runs, _ = line.strip("|").split("|")
         counted |= dict(zip(re.findall(r"`([\w-]+)`", names), map(int, runs.split(",")), strict=True))
     assert counted == {
-        name: len(load_sweep(name).points) for name in shipped() if name not in ("fashion", "shakespeare")
+        name: len(load_sweep(name).points) for name in shipped() if name not in ("fashion", "lora", "shakespeare")
     }
 
 
@@ -668,6 +769,21 @@ def test_other_settings_for_a_finished_sweep_are_refused_and_leave_its_results(t
 def test_more_rounds_continue_a_finished_sweep(trained):
     sweep = load_sweep("mine.toml", None, ["server.rounds=3"])
     refuse_other_settings(trained, sweep)
+
+
+def test_a_finished_sweep_of_an_earlier_version_may_lack_the_newer_fields_also_in_its_base(tmp_path):
+    sweep = load_sweep(written(tmp_path, BASED))
+    for run in sweep.runs:
+        asked = run.asked()
+        for each in (asked, asked.get("base", asked)):
+            each["data"].pop("half", None)
+        (tmp_path / run.slug).mkdir()
+        (tmp_path / run.slug / "result.json").write_text(json.dumps({"asked": asked}))
+    refuse_other_settings(tmp_path, sweep)
+    assert all(finished(tmp_path / run.slug, run) for run in sweep.runs)
+    other = load_sweep(written(tmp_path, BASED.replace("steps = 2", "steps = 3")))
+    with pytest.raises(RunError, match=r"3 of 3 runs .*, base for example has local\.steps = 2, and now it is 3;"):
+        refuse_other_settings(tmp_path, other)
 
 
 def test_two_sweeps_do_not_work_in_one_directory(trained, capsys):

@@ -141,6 +141,7 @@ def flatness(
         if seen.density:
             densities[str(run)] = seen.density
         named = {"run": str(run), "method": problem.recipe.method, "seed": problem.recipe.seed}
+        named["parameters"] = parameters.value
         rows.append({**named, "classes": problem.federation.dataset.classes, **found})
         if not federated:
             _keep(run, rows[-1])
@@ -266,6 +267,7 @@ def landscape(
         runs_found = [
             {
                 "run": name,
+                "parameters": parameters.value,
                 **count,
                 "centre": f.centre,
                 "rise": f.rise,

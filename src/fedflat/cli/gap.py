@@ -57,7 +57,8 @@ def duality(
             with progress(f"{run}: {name}"):
                 result = analyse(module, problem.loss, train, test, name, k, pairs, samples=0, seed=seed)
             results[f"{run} {name}"] = result
-            rows.append({"run": str(run), "method": problem.recipe.method, **_duality_row(result)})
+            named = {"run": str(run), "method": problem.recipe.method, "parameters": parameters.value}
+            rows.append({**named, **_duality_row(result)})
     used, tested = span_of(rows, "train_samples"), span_of(rows, "test_samples")
     header = (
         f"generalisation gap of {used} training and {tested} test samples beside that of their pairs, "

@@ -64,20 +64,20 @@ def sweep(
     _show(plan, folder, as_json)
     if failed:
         logs = ", ".join(str(folder / slug / "log.txt") for slug in failed)
-        raise TrainingError(f"{len(failed)} of {len(plan.points)} runs failed; see {logs}")
+        raise TrainingError(f"{len(failed)} of {len(plan.runs)} runs failed; see {logs}")
 
 
 def refuse_unknown_methods(plan: "Sweep") -> None:
     from fedflat.methods.parser import parse
 
-    for method in {json.dumps(point.recipe.method): point.recipe.method for point in plan.points}.values():
+    for method in {json.dumps(point.recipe.method): point.recipe.method for point in plan.runs}.values():
         parse(method)
 
 
 def _list(plan: "Sweep", folder: Path, as_json: bool) -> None:
     from fedflat.runs.sweep.results import finished
 
-    states = {point.slug: "done" if finished(folder / point.slug, point) else "to do" for point in plan.points}
+    states = {point.slug: "done" if finished(folder / point.slug, point) else "to do" for point in plan.runs}
     if as_json:
         print(json.dumps(states, indent=2))
         return
@@ -128,7 +128,7 @@ class SweepProgress:
                    TextColumn("{task.fields[found]}"), TimeRemainingColumn(compact=True))  # fmt: skip
         self._work = work
         self._bars = Progress(*columns, console=err, refresh_per_second=4, disable=not err.is_terminal)
-        self._total = sum(point.recipe.server.rounds for point in work.sweep.points)
+        self._total = sum(point.recipe.server.rounds for point in work.sweep.runs)
         self._whole = self._bars.add_task("rounds of all runs", total=self._total, found="")
         self._tasks: dict[str, Any] = {}
         self._looked = 0.0
@@ -165,7 +165,7 @@ class SweepProgress:
 
     def _count(self) -> str:
         failed = f", {len(self._work.failed)} failed" if self._work.failed else ""
-        return f"{len(self._work.done)}/{len(self._work.sweep.points)} runs{failed}"
+        return f"{len(self._work.done)}/{len(self._work.sweep.runs)} runs{failed}"
 
     def ended(self, point: "Point", complaint: str | None) -> None:
         """Report that a run is done, or why it failed."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from fedflat.federation.text import (
 from fedflat.tokens import PADDING
 
 AG_NEWS = (120_000, 7_600)
+T = TypeVar("T")
 TESTED = 0.2  # share of a text, at its end, that is for testing
 
 
@@ -49,6 +50,7 @@ class Cut:
         predict: "next" for the token after a window, "all" for the next token at every position.
         words: number of words in the vocabulary; 0 takes characters.
         shortest: characters that a role or file must have.
+        half: 1 or 2 for every second role or file; 0 takes all.
     """
 
     window: int = 0
@@ -56,6 +58,7 @@ class Cut:
     predict: Predict = "next"
     words: int = 0
     shortest: int = 0
+    half: int = 0
 
     def __post_init__(self) -> None:
         if self.predict not in get_args(Predict):
@@ -63,6 +66,25 @@ class Cut:
         for name in ("words", "shortest"):
             if getattr(self, name) < 0:
                 raise RecipeError(f"data.{name} = {getattr(self, name)}: must be 0 or more")
+        if self.half not in (0, 1, 2):
+            raise RecipeError(f"data.half = {self.half!r}: must be 1 or 2, or 0 for both halves")
+
+    def owners(self, texts: Mapping[str, Sequence[str]], where: Path, what: str) -> list[str]:
+        """Return the owners whose texts are long enough; `what` is the beginning of "with 10 characters".
+
+        Raises:
+            DataError: there are none, or only one and the second half is asked for.
+        """
+        long = [owner for owner, said in texts.items() if len("".join(said)) >= self.shortest]
+        if not long:
+            raise DataError(f"{where} has no {what} {self.shortest} characters; lower data.shortest")
+        if len(long) < self.half:
+            raise DataError(f"{where} has one {what} {self.shortest} characters, so data.half = {self.half} is empty")
+        return long
+
+    def halved(self, owners: Sequence[T]) -> Sequence[T]:
+        """Return every second owner, or all."""
+        return owners[self.half - 1 :: 2] if self.half else owners
 
     def samples(self, ids: Iterable[Ids], window: int) -> tuple[Ids, Ids]:
         """Return the inputs and labels of some documents."""
@@ -90,17 +112,15 @@ def shakespeare(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
     """
     path = find(data_directory(directory) / "shakespeare", "input.txt")
     window, letters = cut.window or 80, Alphabet(LETTERS)
-    roles = {role: said for role, said in speeches(path).items() if len("".join(said)) >= cut.shortest}
-    if not roles:
-        raise DataError(f"{path} has no role with {cut.shortest} characters; lower data.shortest")
+    roles = speeches(path)
     blanks = " " * window
 
     def documents(said: Sequence[str]) -> list[Ids]:
         texts = [blanks + speech for speech in said] if cut.predict == "next" else ["".join(said)]
         return [letters.encode(text) for text in texts]
 
-    owned = {role: _divided(said) for role, said in roles.items()}
-    train, test = ([documents(parts[which]) if parts[which] else [] for parts in owned.values()] for which in (0, 1))
+    owned = [_divided(roles[role]) for role in cut.halved(cut.owners(roles, path, "role with"))]
+    train, test = ([documents(parts[which]) if parts[which] else [] for parts in owned] for which in (0, 1))
     return _language("shakespeare", train, test, letters, window, cut)
 
 
@@ -114,10 +134,7 @@ def plain_text(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
     for name, text in texts.items():
         if not text.strip():
             raise DataError(f"{name} is empty")
-    long = [text for text in texts.values() if len(text) >= cut.shortest]
-    if not long:
-        raise DataError(f"{path} has no text of {cut.shortest} characters; lower data.shortest")
-    return _language_of("text", long, cut)
+    return _language_of("text", [texts[name] for name in cut.owners(texts, path, "text of")], cut)
 
 
 def json_lines(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
@@ -204,9 +221,9 @@ def _documents(name: str, train: Sequence[Row], test: Sequence[Row], cut: Cut) -
 
 
 def _language_of(name: str, texts: Sequence[str], cut: Cut) -> Dataset:
-    """Documents of different owners, the end of each for testing."""
+    """Documents of different owners, the end of each for testing. Both halves have the tokens of all texts."""
     tokens = Words.of(texts, cut.words) if cut.words else Alphabet.of(texts)
-    ids = [tokens.encode(text) for text in texts]
+    ids = [tokens.encode(text) for text in cut.halved(texts)]
     ends = [len(each) - int(TESTED * len(each)) for each in ids]
     train, test = (
         [[each[:end]] for each, end in zip(ids, ends, strict=True)],

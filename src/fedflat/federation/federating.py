@@ -17,7 +17,7 @@ from fedflat.federation import authors, partition
 from fedflat.federation.augment import Augment
 from fedflat.federation.corpora import Cut
 from fedflat.federation.dataset import Dataset
-from fedflat.federation.datasets import known_datasets, load
+from fedflat.federation.datasets import HALVED, known_datasets, load
 from fedflat.federation.hub_data import hub_dataset, is_hub_data
 from fedflat.federation.packed import Packed
 from fedflat.federation.partitioners import is_partitioner, partitioned
@@ -109,6 +109,7 @@ def federate(
     predict: Literal["next", "all"] = "next",
     words: int = 0,
     shortest: int = 0,
+    half: int = 0,
 ) -> Federation:
     """Load data and divide them among clients.
 
@@ -154,6 +155,7 @@ def federate(
         predict: the token after a window, or the next one at every position of it.
         words: words in the vocabulary of a named text; 0 takes characters.
         shortest: characters that a role or a file must have.
+        half: 1 or 2 for every second role of `shakespeare` or file of `text`; 0 takes all.
 
     Raises:
         DataError: the data or the split's file cannot be read.
@@ -170,12 +172,15 @@ def federate(
     shaken: object = augment
     if not isinstance(shaken, Augment | None):
         raise RecipeError(f"augment: is a {type(shaken).__name__}; give a fedflat.Augment")
+    if half and not (isinstance(data, str) and data in HALVED):
+        raise RecipeError(f"data.half = {half!r}: only {' and '.join(HALVED)} have roles or files to choose from")
     text: dict[str, Any] = {
         "window": window,
         "stride": stride,
         "predict": predict,
         "words": words,
         "shortest": shortest,
+        "half": half,
     }
     named: Mapping[str, Any] | None = None
     rows: Any = None  # the table of the training samples, which a partitioner of flwr-datasets may ask for

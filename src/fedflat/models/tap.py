@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from fedflat.errors import RecipeError
 from fedflat.models.blocks import Activation, AttentionOutput
 from fedflat.tokens import is_tokens
 
+# The last linear layer of an attention of BERT's and of GPT-2's kind.
+LAST = re.compile(r"(attention\.output\.dense|attn\.c_proj)$")
 ACTIVATIONS = (nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid, Activation)
 
 
@@ -85,6 +88,14 @@ class Tap:
 
         return keep
 
+    def enter(self, name: str) -> Any:
+        keep = self.leave(name)
+
+        def before(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return keep(module, (), arguments[0]), *arguments[1:]
+
+        return before
+
     def _squared(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return a and mean(a²); in a padded batch of texts the mean is over the positions of tokens alone."""
         there = _tokens(self._inputs) if output.dim() > 2 else None
@@ -117,14 +128,14 @@ def activation_modules(module: nn.Module, attention: bool) -> list[tuple[str, nn
         attention: whether to include the outputs of attention (`AttentionOutput`).
 
     Raises:
-        RecipeError: there are none, or `attention` is true and there is no attention.
+        RecipeError: there are none, or `attention` is true and there is no attention, also none of `transformers`.
     """
     found: list[tuple[str, nn.Module]] = [
         (name, each)
         for name, each in module.named_modules()
         if _is_activation(each) or (attention and isinstance(each, AttentionOutput))
     ]
-    if attention and not any(isinstance(m, AttentionOutput) for _, m in found):
+    if attention and not any(isinstance(m, AttentionOutput) for _, m in found) and not attention_layers(module):
         raise RecipeError(
             "model: no attention to look at; a network of your own marks it by fedflat.models.AttentionOutput"
         )
@@ -134,3 +145,13 @@ def activation_modules(module: nn.Module, attention: bool) -> list[tuple[str, nn
             f"model: no activation module to look at; use modules such as nn.ReLU ({known}), not functions"
         )
     return found
+
+
+def attention_layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the last linear layers of the attentions of `transformers`, whose inputs are what the heads have mixed."""
+    found = [(name, each) for name, each in module.named_modules() if LAST.search(name)]
+    return [(name, each) for name, each in found if _holder(name, module).__module__.startswith("transformers.")]
+
+
+def _holder(name: str, module: nn.Module) -> type[nn.Module]:
+    return type(module.get_submodule(name.rpartition(".")[0]))

@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 from fedflat.errors import RecipeError
 from fedflat.models.layout import Layout
 from fedflat.models.outputs import plain_output, take_logits
-from fedflat.models.tap import Tap, activation_modules
+from fedflat.models.tap import Tap, activation_modules, attention_layers
 
 
 class Network:
@@ -225,7 +225,8 @@ class Network:
     def listening(self, features: bool = False, activations: bool = False, attention: bool = False) -> Iterator[Tap]:
         """Within this context a pass also records the input of the head, or the output of each activation module.
 
-        With `attention`, the combined output of each attention's heads counts as an activation (`AttentionOutput`).
+        With `attention`, the combined output of each attention's heads counts as an activation: `AttentionOutput`, or
+        the input of the last linear layer of an attention of `transformers`.
         """
         tap = Tap(self.module, self.weights.dtype, self.autocast)
         with ExitStack() as hooks:
@@ -234,6 +235,8 @@ class Network:
             if activations or attention:
                 for name, module in activation_modules(self.module, attention):
                     hooks.callback(module.register_forward_hook(tap.leave(name)).remove)
+            for name, module in attention_layers(self.module) if attention else ():
+                hooks.callback(module.register_forward_pre_hook(tap.enter(name)).remove)
             yield tap
 
 

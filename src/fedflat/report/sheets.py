@@ -188,10 +188,10 @@ GREEK = dict(alpha="α", beta="β", gamma="γ", delta="δ", epsilon="ε", zeta="
 def _symbols(head: str, title: str) -> str:
     """A head as a paper writes it: symbols for the names of Greek letters, and % for what is in per cent.
 
-    >>> _symbols("alpha = 0.1", ""), _symbols("accuracy_last", "accuracy_last in %: mean"), _symbols("lambda1", "")
-    ('α = 0.1', 'accuracy (%)', 'λ₁')
+    >>> _symbols("alpha = 0.1", ""), _symbols("accuracy_last", "accuracy_last in %: mean"), _symbols("lambda1_all", "")
+    ('α = 0.1', 'accuracy (%)', 'λ₁ all')
     """
-    words = re.sub(r"\w+", lambda word: GREEK.get(word[0], word[0]), head).removesuffix("_last").replace("_", " ")
+    words = re.sub(r"[^\W_]+", lambda word: GREEK.get(word[0], word[0]), head).removesuffix("_last").replace("_", " ")
     return f"{words} (%)" if f"{head} in %" in title else words
 
 

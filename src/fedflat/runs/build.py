@@ -73,7 +73,7 @@ def gather(recipe: Recipe, run: Path | None = None) -> Federation:
 def _federated(recipe: Recipe, dataset: Dataset | None = None, split: str | None = None) -> Federation:
     """The federation of a recipe, optionally with another data set or split."""
     data, section = recipe.data, recipe.split
-    names = ("limit", "window", "stride", "predict", "words", "shortest", "normalise", "by_length")
+    names = ("limit", "window", "stride", "predict", "words", "shortest", "half", "normalise", "by_length")
     limits = {name: getattr(data, name) for name in (names[-2:] if dataset else names)}
     return federate(
         dataset or data.name,

@@ -21,7 +21,7 @@ from fedflat.methods.parts import (
 )
 from fedflat.methods.parts.ascent import along
 from fedflat.methods.uploads import Upload, collect
-from plain import DOUBLE, MOVES, NETWORKS, W, descent, gradient, losses, mlp, task
+from plain import DOUBLE, MOVES, NETWORKS, W, adapted, conv, descent, gradient, losses, mlp, normed, task
 
 
 @NETWORKS
@@ -47,7 +47,7 @@ def test_after_an_ascent_the_weights_are_what_they_were_to_the_bit(make, part):
     assert torch.equal(network.weights, before)
 
 
-@NETWORKS
+@pytest.mark.parametrize("make", [mlp, conv, normed, adapted])
 @pytest.mark.parametrize(("eta", "biases"), [(0.2, False), (0.3, True), (0.0, True)])
 def test_fedasam_scales_the_ball_by_the_weights(make, eta, biases):
     network, batch, anchor = task(make)

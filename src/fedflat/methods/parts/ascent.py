@@ -91,18 +91,20 @@ class AdaptiveAscent(Part):
     """Adaptive SAM (FedASAM):  ε = ρ T²g/‖T g‖ with T = |w| + η, which makes ε invariant to rescaling of layers.
 
     Deviations: two definitions are in use. FedASAM's authors use η = 0.2, and T = 1 for parameters without "weight" in
-    their name: biases, but not the gains of a norm (`norm.weight`), which are scaled like other weights. The FedSoL
-    authors use η = 0 and T = |w| for all weights (`eta=0, biases=True`).
+    their name: biases, but not the gains of a norm (`norm.weight`), which are scaled like other weights. We scale the
+    factors of adapters too, whatever their names. The FedSoL authors use η = 0 and T = |w| for all parameters
+    (`eta=0, biases=True`).
     """
 
     rho: float = option(0.7, "radius ρ", low=0)
     eta: float = option(0.2, "floor η of the scale", low=0)
-    biases: bool = option(False, "scale biases and norms too")
+    biases: bool = option(False, "scale biases too")
 
     def plan(self, rule: LocalRule, sent: Vectors, memory: Vectors) -> LocalRule:
         if not self.rho:
             return rule
-        fixed = rule.layout.mask(lambda name: "weight" not in name).to(sent["weights"].device)
+        fixed = rule.layout.mask(lambda name: "weight" not in name and ".lora_" not in f".{name}")
+        fixed = fixed.to(sent["weights"].device)
         return rule.with_ascent(AdaptiveStep(self, None if self.biases else fixed))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedflat.errors import RunError, shortened
 from fedflat.files import read_whole, write_whole, written_to
+from fedflat.recipe import Recipe
 from fedflat.runs.folder import read_recipe
 from fedflat.runs.record import read_record, read_summary
 from fedflat.runs.sweep.plan import Point, Sweep
@@ -28,10 +29,16 @@ def digest(point: Point) -> str:
     Settings with their default value are left out. So a field that a later version adds, with a default that changes
     nothing, does not change the digests.
     """
-    recipe = point.recipe.model_dump(mode="json", exclude_defaults=True, exclude={**UNSTABLE, **ASIDE})
-    recipe = {name: value for name, value in recipe.items() if value != {}}
-    text = json.dumps({"recipe": recipe, "after": list(point.after)}, sort_keys=True, ensure_ascii=False)
+    facts = {"recipe": _changed(point.recipe), "after": list(point.after)}
+    facts |= {"base": _changed(point.base)} if point.base else {}
+    text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _changed(recipe: Recipe) -> dict[str, Any]:
+    """The settings without their default value."""
+    table = recipe.model_dump(mode="json", exclude_defaults=True, exclude={**UNSTABLE, **ASIDE})
+    return {name: value for name, value in table.items() if value != {}}
 
 
 def shipped_evidence() -> Path:

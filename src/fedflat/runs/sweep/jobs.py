@@ -19,9 +19,10 @@ from fedflat.engine import Scratch
 from fedflat.errors import FedflatError, RunError, StoppedError
 from fedflat.federation import DECODED_FOLDER
 from fedflat.files import changeable, private_directory, read_whole, write_whole, written_to
+from fedflat.recipe import Recipe
 from fedflat.runs.lock import busy
-from fedflat.runs.sweep.plan import Point, Sweep
-from fedflat.runs.sweep.results import GO_ON, save_result, unfinished
+from fedflat.runs.sweep.plan import BASE, Point, Sweep
+from fedflat.runs.sweep.results import GO_ON, finished, save_result, unfinished
 
 MEMORY = 2**30  # assumed memory of a run in bytes
 DECODED = 2**30  # assumed size in bytes of the data sets that the runs share
@@ -116,7 +117,7 @@ class Jobs:
     _decoded: Scratch | None = None
 
     def run(self, watch: Callable[[], None], told: Callable[[Point, str | None], None]) -> None:
-        """Executes all runs that are not finished.
+        """Executes all runs that are not finished, and before them their base.
 
         A run that another process works on waits for it: the runs of a command that was killed go on without it.
 
@@ -127,21 +128,16 @@ class Jobs:
         Raises:
             StoppedError: a signal arrived, and the runs have saved their state.
         """
-        waiting = deque(unfinished(self.folder, self.sweep))
-        left = {point.slug for point in waiting}
-        self.done = [point for point in self.sweep.points if point.slug not in left]
+        left, base = unfinished(self.folder, self.sweep), self.sweep.base
+        first = [base] if base and left and not finished(self.folder / BASE, base) else []
+        missing = {point.slug for point in (*first, *left)}
+        self.done = [point for point in self.sweep.runs if point.slug not in missing]
         before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         self._decoded = _scratch()
         try:
-            while self.running or (waiting and not self._signals):
-                while len(self.running) < self.jobs and not self._signals and (point := self._next(waiting)):
-                    self._begin(point)
-                for job in self.running:
-                    job.interrupt(len(self._signals))
-                for job in [job for job in self.running if job.process and job.process.poll() is not None]:
-                    self._ended(job, told)
-                watch()
-                time.sleep(POLL)
+            for some in (first, left):
+                if not self.failed:  # without their base, the others cannot start
+                    self._run(deque(some), watch, told)
         finally:
             self._let_go()
             if self._decoded:
@@ -149,8 +145,19 @@ class Jobs:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self._signals:
-            so_far = f"stopped; {len(self.done)} of {len(self.sweep.points)} runs are done"
+            so_far = f"stopped; {len(self.done)} of {len(self.sweep.runs)} runs are done"
             raise StoppedError(f"{so_far}; continue with the same command", self._signals[0])
+
+    def _run(self, waiting: deque[Point], watch: Callable[[], None], told: Callable[[Point, str | None], None]) -> None:
+        while self.running or (waiting and not self._signals):
+            while len(self.running) < self.jobs and not self._signals and (point := self._next(waiting)):
+                self._begin(point)
+            for job in self.running:
+                job.interrupt(len(self._signals))
+            for job in [job for job in self.running if job.process and job.process.poll() is not None]:
+                self._ended(job, told)
+            watch()
+            time.sleep(POLL)
 
     def _let_go(self) -> None:
         """Interrupts all runs and waits for them, so that none is left behind."""
@@ -172,12 +179,19 @@ class Jobs:
         asked = folder / "asked.toml"
         with written_to(folder, "choose another --out"):
             private_directory(folder)
-            write_whole(asked, f'preset = "none"\n{point.recipe.to_toml()}'.encode())
+            write_whole(asked, f'preset = "none"\n{self._founded(point).to_toml()}'.encode())
         workers = () if point.recipe.engine.workers else ("--set", f"engine.workers={self.workers}")
         run = (*FEDFLAT, "run", str(asked), "--out", str(folder), "--resume", *workers, *self._trust)
         job = Job(point, folder, deque([run, *map(self._following(folder), point.after)]))
         job.advance(self._environment())
         self.running.append(job)
+
+    def _founded(self, point: Point) -> Recipe:
+        """The recipe of a run, which starts from the model of the base if there is one."""
+        if not point.base:
+            return point.recipe
+        model = point.recipe.model.model_copy(update={"base": str((self.folder / BASE).absolute())})
+        return point.recipe.model_copy(update={"model": model})
 
     def _following(self, folder: Path) -> Callable[[str], Sequence[str]]:
         def command(text: str) -> Sequence[str]:

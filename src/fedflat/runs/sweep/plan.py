@@ -15,6 +15,9 @@ A sweep file is a recipe file with additional tables::
     [fill]                                   # values for names in braces, here and in the rest of the file
     rho = 0.1
 
+    [base]                                   # trained first, with these settings but no grid values: its model is the
+    method = "fedavg + adamw"                # model.base of all runs
+
     [[override]]                             # settings for the runs with these grid values (or `skip = true`); a star
     when = { size = "large", method = "fed*" }              # matches anything
     set = { model.hidden = [512], local.lr = 0.05 }
@@ -23,7 +26,8 @@ A sweep file is a recipe file with additional tables::
     [scale.laptop]                           # `--scale laptop` overrides everything; it may have its own grid, after
     server.rounds = 20                       # and overrides
 
-The layers, from weak to strong: the file, the grid values, the overrides in their order, the scale, `--set`.
+The layers, from weak to strong: the file, the grid values, the overrides in their order, the scale, `--set`. Those of
+the base are the file, `[base]`, the scale, its `[scale.NAME.base]`, `--set`.
 """
 
 from __future__ import annotations
@@ -55,19 +59,24 @@ from fedflat.runs.sweep.overrides import (
 )
 
 AFTER = ("personalize", "flatness", "landscape", "duality", "cost")
-OWN = ("grid", "fill", "override", "scale")
+OWN = ("grid", "fill", "override", "scale", "base")
 FULL = "full"
+BASE = "base"  # the directory of the run that is the base of the others
 LONGEST = 100  # maximum length of a run's directory name; file systems allow 255 bytes
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: its grid values, its recipe, the commands after it, and the name of its directory."""
+    """One run of a sweep: its grid values, its recipe, the commands after it, and the name of its directory.
+
+    `base` is the recipe of the run whose model it starts from.
+    """
 
     values: dict[str, Any]
     recipe: Recipe
     after: tuple[str, ...]
     slug: str
+    base: Recipe | None = None
 
     @property
     def label(self) -> str:
@@ -78,6 +87,8 @@ class Point:
         """All settings that the results of the run depend on."""
         asked = {**self.recipe.essentials(), "after": list(self.after)}
         asked["server"]["rounds"] = self.recipe.server.rounds
+        if self.base:
+            asked[BASE] = _base_point(self.base).asked()
         return dict(json.loads(json.dumps(asked, default=str)))
 
 
@@ -88,6 +99,17 @@ class Sweep:
     name: str
     scale: str
     points: tuple[Point, ...]
+
+    @property
+    def base(self) -> Point | None:
+        """The run that is trained before all others, which start from its model."""
+        recipe = next((point.base for point in self.points), None)
+        return _base_point(recipe) if recipe else None
+
+    @property
+    def runs(self) -> tuple[Point, ...]:
+        """The base, if there is one, and all runs of the grid."""
+        return (self.base, *self.points) if self.base else self.points
 
     @property
     def fields(self) -> list[str]:
@@ -118,6 +140,10 @@ class Sweep:
         if not points:
             raise RecipeError(f"--only {' '.join(wanted)}: no run of the grid matches all of these")
         return replace(self, points=points)
+
+
+def _base_point(recipe: Recipe) -> Point:
+    return Point({}, recipe, (), BASE)
 
 
 def shipped() -> dict[str, Path]:
@@ -176,16 +202,18 @@ def _scale(table: Table, name: str | None) -> Table:
 def _points(table: Table, scale: Table, layers: Sequence[Table]) -> Iterator[Point]:
     grid = _checked(flattened(subtable(table, "grid")))
     axes = _checked(grid | flattened(subtable(scale, "grid")))
-    base = {name: value for name, value in table.items() if name not in OWN}
+    file = {name: value for name, value in table.items() if name not in OWN}
     last = {name: value for name, value in scale.items() if name not in OWN}
     known = {field: [*grid.get(field, ()), *values] for field, values in axes.items()}
     common, scaled = (overrides_of(each, known) for each in (table, scale))
     fill, overrides = {**subtable(table, "fill"), **subtable(scale, "fill")}, [*common, *scaled]
-    used = names_in(base, last, known, [override.set for override in overrides])
+    begun = [file, subtable(table, BASE), last, subtable(scale, BASE), *layers]
+    used = names_in(begun, known, [override.set for override in overrides])
     refuse_unused(fill, overrides, used)
     _refuse_unexplained({field: values for field, values in axes.items() if field not in used}, overrides)
     explained = {field for override in overrides for field in override.when}
     inserted = {field for field in axes if field in used and not is_field(field) and field not in explained}
+    first = _base(filled(begun, fill)) if {BASE} & {*table, *scale} else None
     found: dict[str, list[Point]] = {}
     for combination in product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))
@@ -194,10 +222,12 @@ def _points(table: Table, scale: Table, layers: Sequence[Table]) -> Iterator[Poi
             continue
         given = (nested(field, value) for field, value in values.items() if is_field(field))
         here = {**fill, **values, **{name: value for o in (*met, *narrowed) for name, value in o.fill.items()}}
-        stack = filled([base, *given, *(o.set for o in met), last, *(o.set for o in narrowed), *layers], here)
+        stack = filled([file, *given, *(o.set for o in met), last, *(o.set for o in narrowed), *layers], here)
         commands: Any = next((each["after"] for each in reversed(stack) if "after" in each), [])
-        recipe = stacked(*({k: v for k, v in each.items() if k != "after"} for each in stack))
-        point = Point(values, recipe, _commands(commands), "")
+        recipe = stacked(*map(_settings, stack))
+        if first and recipe.model.base is not None:
+            raise RecipeError(f"model.base = {recipe.model.base!r}: the runs start from that of [base]; leave one out")
+        point = Point(values, recipe, _commands(commands), "", first)
         if not inserted:
             yield replace(point, slug=slug_of(values))
             continue
@@ -205,6 +235,18 @@ def _points(table: Table, scale: Table, layers: Sequence[Table]) -> Iterator[Poi
         found.setdefault(json.dumps([fixed, point.asked()]), []).append(point)
     for same in found.values():
         yield _without(same, inserted)
+
+
+def _base(stack: Sequence[Table]) -> Recipe:
+    """The recipe of the run that is trained first; its errors say where they are."""
+    try:
+        return stacked(*map(_settings, stack))
+    except RecipeError as error:
+        raise RecipeError(f"[base]: {error}") from None
+
+
+def _settings(layer: Table) -> Table:
+    return {name: value for name, value in layer.items() if name != "after"}
 
 
 def _without(same: Sequence[Point], inserted: Collection[str]) -> Point:
@@ -283,8 +325,8 @@ def slug_of(values: Table) -> str:
 
 
 def told_apart(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Makes directory names unique: empty, long or ambiguous names end with a digest of the grid values."""
-    shared = Counter(point.slug.casefold() for point in points)
+    """Makes directory names unique: empty, long, ambiguous or taken names end with a digest of the grid values."""
+    shared = Counter([BASE, *(point.slug.casefold() for point in points)])
     named = []
     for point in points:
         slug = point.slug

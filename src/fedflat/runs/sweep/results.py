@@ -19,7 +19,7 @@ from fedflat.rounds import flat_record
 from fedflat.runs.folder import read_recipe
 from fedflat.runs.record import read_record, read_summary
 from fedflat.runs.sweep.overrides import flattened, spelled
-from fedflat.runs.sweep.plan import Point, Sweep
+from fedflat.runs.sweep.plan import BASE, Point, Sweep
 
 JUDGED = ("last", "best", "mean_of_last_10")  # of the metric that the recipe follows
 METRICS = ("rounds_to_target", "bytes_up", "bytes_down", "seconds", "consistency")
@@ -38,11 +38,20 @@ def finished(folder: Path, point: Point) -> bool:
     A field that the recorded recipe lacks, because an earlier version wrote it, counts with its default.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        asked, recorded = point.asked(), json.loads(read_bytes(folder / "result.json"))["asked"]
-        for section, fields in json.loads(json.dumps(Recipe().essentials())).items():
-            recorded[section] = {**fields, **recorded[section]} if isinstance(fields, dict) else recorded[section]
-        return bool(recorded == asked)
+        return bool(_recorded(folder) == point.asked())
     return False
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    """What was asked for when a run was finished, with the defaults of fields that are newer."""
+    asked: dict[str, Any] = json.loads(read_bytes(folder / "result.json"))["asked"]
+    return _in_full(asked)
+
+
+def _in_full(asked: dict[str, Any]) -> dict[str, Any]:
+    for section, fields in json.loads(json.dumps(Recipe().essentials())).items():
+        asked[section] = {**fields, **asked[section]} if isinstance(fields, dict) else asked[section]
+    return {**asked, BASE: _in_full(asked[BASE])} if BASE in asked else asked
 
 
 def unfinished(folder: Path, sweep: Sweep) -> list[Point]:
@@ -55,11 +64,11 @@ def refuse_other_settings(folder: Path, sweep: Sweep) -> None:
 
     More rounds and other commands after a run are allowed.
     """
-    others = [(point, other) for point in sweep.points if (other := _other_setting(folder / point.slug, point))]
+    others = [(point, other) for point in sweep.runs if (other := _other_setting(folder / point.slug, point))]
     if others:
         point, (name, there, here) = others[0]
         raise RunError(
-            f"{folder}: {len(others)} of {len(sweep.points)} runs have other settings, {point.slug} for example has "
+            f"{folder}: {len(others)} of {len(sweep.runs)} runs have other settings, {point.slug} for example has "
             f"{name} = {shown(there)}, and now it is {shown(here)}; choose another --out"
         )
 
@@ -67,8 +76,7 @@ def refuse_other_settings(folder: Path, sweep: Sweep) -> None:
 def _other_setting(folder: Path, point: Point) -> tuple[str, Any, Any] | None:
     """The first setting in which a finished run differs from what is asked for: its name, the old and the new value."""
     try:
-        before = json.loads(read_bytes(folder / "result.json"))["asked"]
-        before, now = flattened({**before, "after": []}), flattened({**point.asked(), "after": []})
+        before, now = flattened({**_recorded(folder), "after": []}), flattened({**point.asked(), "after": []})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     fewer = now["server.rounds"] < before.get("server.rounds", 0)
@@ -142,13 +150,23 @@ def by_class(lines: Iterable[bytes | str]) -> Row:
 
 
 def columns(answer: Any) -> Row:
-    """The results of a command that followed a run, as named columns."""
+    """The results of a command that followed a run, as named columns.
+
+    The names end with `_all` if they were measured in all weights and not in the trained ones.
+    """
     if isinstance(answer, list):
         return _personal(answer)
-    if "layers" in answer:
-        return _duality(answer["layers"])
     if "step_cost" in answer:
         return {"step_cost": answer["step_cost"]}
+    measured = answer["layers"] if "layers" in answer else answer["runs"]
+    end = "_all" if measured[0].get("parameters") == "all" else ""
+    return {f"{name}{end}": value for name, value in _geometry(answer).items()}
+
+
+def _geometry(answer: Row) -> Row:
+    """The results of the commands `duality`, `landscape` and `flatness`."""
+    if "layers" in answer:
+        return _duality(answer["layers"])
     (run,) = answer["runs"]
     if "plane" in answer:
         return {f"landscape_{answer['plane']}_{name}": run[name] for name in ("centre", "rise")}

@@ -63,7 +63,7 @@ def trial(point: Point, layout: Layout, trust: bool = False) -> float:
     jobs, workers = layout
     recipe = point.recipe
     update = {"server": recipe.server.model_copy(update={"rounds": ROUNDS}), "trackers": []}
-    short = replace(point, recipe=recipe.model_copy(update=update), after=())
+    short = replace(point, recipe=recipe.model_copy(update=update), after=(), base=None)  # random weights do as well
     copies = tuple(replace(short, slug=str(number)) for number in range(jobs))
     with closing(Scratch(0)) as scratch:
         Jobs(Sweep("trial", "trial", copies), scratch.path, jobs, workers, trust).run(lambda: None, lambda *_: None)
