@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import forking
-from fedflat import Augment, train
+from fedflat import Augment, Dataset, Federation, Samples, train
 from fedflat.cli import app
 from fedflat.errors import FedflatError, RecipeError, RunError, TrainingError
 from fedflat.federation.augment import normalise
 from fedflat.federation.batching import batch_indices
 from fedflat.methods.chain import Method
 from fedflat.methods.parser import parse
+from fedflat.models import build
 from fedflat.models.vector import Network
 from fedflat.randomness import generator
 from fedflat.recipe import Local, load
@@ -453,6 +454,21 @@ def test_labels_that_are_no_classes_are_refused(regression):
     problem = Problem.of(regression, Network(nn.Linear(3, 1), torch.float64), Method(), Local(), loss=F.mse_loss)
     with pytest.raises(RecipeError, match="regression: its labels are not class indices"):
         personalise(problem, problem.network.weights)
+
+
+def test_neighbours_are_refused_where_samples_have_no_class(regression):
+    federation, network = replace(regression, tests=regression.shards), Network(nn.Linear(3, 1), torch.float64)
+    problem = Problem.of(federation, network, Method(), Local(), task=TASKS["regression"])
+    with pytest.raises(RecipeError, match=r'^how = "knn": .* samples of regression have no class in the task regress'):
+        personalise(problem, network.weights, how="knn")
+    tokens = torch.arange(12).reshape(4, 3) % 5
+    samples = Samples(tokens, tokens)
+    texts = Dataset("texts", samples, samples, 5, (), (), vocabulary=5, task="next-token")
+    shards = (torch.arange(4),)
+    network = Network(build("gpt", (3,), 5, vocabulary=5, per_token=True, width=4, heads=2, layers=1))
+    problem = Problem.of(Federation(texts, shards, tests=shards), network, Method(), Local(), task=TASKS["next-token"])
+    with pytest.raises(RecipeError, match=r"samples of texts have no class in the task next-token$"):
+        personalise(problem, network.weights, how="knn")
 
 
 def test_clients_with_test_samples_of_their_own_are_judged_by_the_metric_of_the_task(regression):

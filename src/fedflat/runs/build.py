@@ -58,7 +58,7 @@ def prepare(recipe: Recipe, task: Task | None = None, run: Path | None = None) -
         open_code(recipe, run)
     method = parse(recipe.method)
     recipe = recipe.model_copy(update={"method": spell(recipe.method)})
-    return assemble(recipe, gather(recipe, run), None, method, task)
+    return measurable(assemble(recipe, gather(recipe, run), None, method, task))
 
 
 def gather(recipe: Recipe, run: Path | None = None) -> Federation:
@@ -151,6 +151,22 @@ def judged_by(task: Task, recipe: Recipe) -> Recipe:
         raise RecipeError(f"evaluation.target = {recipe.evaluation.target}: an accuracy is above 0 and at most 1")
     evaluation = recipe.evaluation.model_copy(update={"metric": metric.name, "best": best})
     return recipe.model_copy(update={"task": task.name, "evaluation": evaluation})
+
+
+def measurable(problem: Problem) -> Problem:
+    """Return the problem of a run that begins; earlier ones may have recorded an empty list for each class.
+
+    Raises:
+        RecipeError: the recipe asks for the accuracy of each class, and the task has none.
+    """
+    task, data = problem.task, problem.federation.dataset
+    per_class = Accuracy in task.metrics and not data.train.labels.is_floating_point()
+    if "classes" in problem.recipe.evaluation.measures and not per_class:
+        raise RecipeError(
+            "evaluation.measures: classes is the accuracy of each class, which there is not for the task "
+            f"{task.name} on {data.name}"
+        )
+    return problem
 
 
 def _founded(module: nn.Module, recipe: Recipe) -> tuple[nn.Module, Recipe]:

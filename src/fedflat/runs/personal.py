@@ -94,6 +94,12 @@ def personalise(
         raise RecipeError(f"weights: {start.numel()} numbers, but the model has {network.size} trained parameters")
     rate = problem.recipe.local.lr if lr is None else lr
     walk = Walk(problem, how, epoch_marks(how, epochs), rate, lr_decay)
+    labels = problem.federation.dataset.train.labels
+    if how == "knn" and (problem.task.output != "classes" or labels.is_floating_point()):
+        raise RecipeError(
+            f'how = "knn": mixes the classes of neighbours, and samples of {problem.federation.dataset.name} have no '
+            f"class in the task {problem.task.name}"
+        )
     home, buffers, results = network.weights.clone(), network.buffers.clone(), list[Personal]()
     adaptation = Adaptation(walk, _exam(problem, size), neighbours or Neighbours(), buffers)
     clients = range(problem.federation.clients)
