@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -16,6 +16,7 @@ from fedflat.errors import DataError, RecipeError
 from fedflat.federation.dataset import Dataset, Samples
 from fedflat.federation.formats import find
 from fedflat.federation.places import data_directory, own_path
+from fedflat.federation.subwords import read_subwords
 from fedflat.federation.text import (
     LETTERS,
     Alphabet,
@@ -49,6 +50,7 @@ class Cut:
         predict: "next" for the token after a window, "all" for the next token at every position.
         words: number of words in the vocabulary; 0 takes characters.
         shortest: characters that a role or file must have.
+        tokenizer: path of a tokenizer.json, or of its folder; empty takes words or characters.
     """
 
     window: int = 0
@@ -56,6 +58,7 @@ class Cut:
     predict: Predict = "next"
     words: int = 0
     shortest: int = 0
+    tokenizer: str = ""
 
     def __post_init__(self) -> None:
         if self.predict not in get_args(Predict):
@@ -63,6 +66,8 @@ class Cut:
         for name in ("words", "shortest"):
             if getattr(self, name) < 0:
                 raise RecipeError(f"data.{name} = {getattr(self, name)}: must be 0 or more")
+        if self.tokenizer and self.words:
+            raise RecipeError(f"data.words = {self.words}: data.tokenizer has tokens of its own; leave one of them out")
 
     def samples(self, ids: Iterable[Ids], window: int) -> tuple[Ids, Ids]:
         """Return the inputs and labels of some documents."""
@@ -71,6 +76,12 @@ class Cut:
         cut = following if self.predict == "next" else moved
         inputs, labels = zip(*(cut(each, window, stride) for each in ids), strict=True)
         return np.concatenate(inputs), np.concatenate(labels)
+
+    def tokens(self, texts: Iterable[str]) -> Tokenizer:
+        """Return the tokens of some texts: those of the tokenizer, the most frequent words, or all characters."""
+        if self.tokenizer:
+            return read_subwords(self.tokenizer)
+        return Words.of(texts, self.words) if self.words else Alphabet.of(texts)
 
     @property
     def task(self) -> str:
@@ -86,10 +97,17 @@ def shakespeare(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
     The file is tiny-shakespeare, so roles of the same name in several plays are one. As in LEAF, a speech is preceded
     by as many blanks as a window has, and each of its characters is the label of one sample. The last fifth of a role's
     speeches is for testing (LEAF draws single samples, whose windows overlap those for training). With
-    `predict = "all"`, the speeches of a role are one text, cut into windows that do not overlap.
+    `predict = "all"`, the speeches of a role are one text, which may have other tokens.
     """
+    if cut.words:
+        raise RecipeError(f"data.words = {cut.words}: shakespeare has LEAF's 80 characters; leave it out")
+    if cut.tokenizer and cut.predict == "next":
+        raise RecipeError(
+            'data.tokenizer: shakespeare has LEAF\'s windows of characters; take data.predict = "all" for other tokens'
+        )
     path = find(data_directory(directory) / "shakespeare", "input.txt")
-    window, letters = cut.window or 80, Alphabet(LETTERS)
+    window = cut.window or 80
+    letters: Tokenizer = cut.tokens(()) if cut.tokenizer else Alphabet(LETTERS)
     roles = {role: said for role, said in speeches(path).items() if len("".join(said)) >= cut.shortest}
     if not roles:
         raise DataError(f"{path} has no role with {cut.shortest} characters; lower data.shortest")
@@ -136,7 +154,8 @@ def ag_news(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
     for rows, size in zip((train, test), AG_NEWS, strict=True):
         if len(rows) != size:
             raise DataError(f"{folder} holds {len(rows)} texts of AG News where {size} were published")
-    return of_rows("ag-news", train, test, Cut(cut.window or 64, words=cut.words or 10_000), str(folder))
+    words = 0 if cut.tokenizer else cut.words or 10_000
+    return of_rows("ag-news", train, test, replace(cut, window=cut.window or 64, words=words), str(folder))
 
 
 def _news(path: Path) -> list[Row]:
@@ -171,7 +190,13 @@ def of_rows(name: str, train: Sequence[Row], test: Sequence[Row] | None, cut: Cu
         train, test = _held_out(rows)
     if not labelled:
         return _documents(name, train, test, cut)
-    tokens = Words.of((row.text for row in train), cut.words) if cut.words else Alphabet.of(row.text for row in train)
+    for field, usual in (("predict", "next"), ("stride", 0)):
+        if getattr(cut, field) != usual:
+            raise RecipeError(
+                f"data.{field} = {getattr(cut, field)!r}: the texts of {where} have labels, so each is one sample; "
+                "leave it out"
+            )
+    tokens = cut.tokens(row.text for row in train)
     window = cut.window or 128
     check_window(window, 1)
     classes = sorted({row.label or "" for row in rows}, key=lambda label: (len(label), label))
@@ -180,7 +205,7 @@ def of_rows(name: str, train: Sequence[Row], test: Sequence[Row] | None, cut: Cu
     def samples(some: Sequence[Row]) -> Samples:
         ids = [tokens.encode(row.text) for row in some]
         if empty := next((i for i, each in enumerate(ids, start=1) if not len(each)), 0):
-            raise DataError(f"{where}: text {empty} has no word")
+            raise DataError(f"{where}: text {empty} has no {tokens.unit}")
         inputs = narrow(padded(ids, window, PADDING), tokens.size)
         labels = torch.tensor([number[row.label or ""] for row in some])
         return Samples(torch.from_numpy(inputs), labels, _owners(some, owner))
@@ -192,7 +217,7 @@ def of_rows(name: str, train: Sequence[Row], test: Sequence[Row] | None, cut: Cu
 def _documents(name: str, train: Sequence[Row], test: Sequence[Row], cut: Cut) -> Dataset:
     """The texts of each client as its documents."""
     owner = _numbers(row.client for row in (*train, *test))
-    tokens = Words.of((row.text for row in train), cut.words) if cut.words else Alphabet.of(row.text for row in train)
+    tokens = cut.tokens(row.text for row in train)
 
     def owned(rows: Sequence[Row]) -> list[list[Ids]]:
         lists: list[list[Ids]] = [[] for _ in owner]
@@ -205,7 +230,7 @@ def _documents(name: str, train: Sequence[Row], test: Sequence[Row], cut: Cut) -
 
 def _language_of(name: str, texts: Sequence[str], cut: Cut) -> Dataset:
     """Documents of different owners, the end of each for testing."""
-    tokens = Words.of(texts, cut.words) if cut.words else Alphabet.of(texts)
+    tokens = cut.tokens(texts)
     ids = [tokens.encode(text) for text in texts]
     ends = [len(each) - int(TESTED * len(each)) for each in ids]
     train, test = (

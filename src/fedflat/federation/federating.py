@@ -109,6 +109,7 @@ def federate(
     predict: Literal["next", "all"] = "next",
     words: int = 0,
     shortest: int = 0,
+    tokenizer: str | Path | None = None,
 ) -> Federation:
     """Load data and divide them among clients.
 
@@ -154,6 +155,7 @@ def federate(
         predict: the token after a window, or the next one at every position of it.
         words: words in the vocabulary of a named text; 0 takes characters.
         shortest: characters that a role or a file must have.
+        tokenizer: a tokenizer.json, or a local folder of the hub with one, whose tokens a named text has.
 
     Raises:
         DataError: the data or the split's file cannot be read.
@@ -176,6 +178,7 @@ def federate(
         "predict": predict,
         "words": words,
         "shortest": shortest,
+        "tokenizer": "" if tokenizer is None else str(Path(tokenizer).expanduser().absolute()),
     }
     named: Mapping[str, Any] | None = None
     rows: Any = None  # the table of the training samples, which a partitioner of flwr-datasets may ask for
@@ -192,7 +195,7 @@ def federate(
     else:
         dataset = load(data, directory, **text)
         place = None if directory is None else str(Path(directory).expanduser().absolute())
-        named = {"name": data, "dir": place, "limit": limit, **text}
+        named = {"name": data, "dir": place, "limit": limit, **text, "tokenizer": text["tokenizer"] or None}
     dataset = replace(dataset.limited(limit, seed) if limit else dataset, name=name or dataset.name)
     dataset = _normalised(dataset, normalise, mean, std)
     if by_length and not is_tokens(dataset.train.inputs):

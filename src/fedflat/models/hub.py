@@ -114,7 +114,7 @@ def _from_folder(folder: str, vocabulary: int) -> Any:
     if settings.vocab_size < vocabulary:
         raise RecipeError(
             f"model.folder = {folder!r}: knows {settings.vocab_size} tokens, and the data has {vocabulary}; "
-            "tokenise the data with the folder's tokenizer.json"
+            "take the folder's tokenizer.json by data.tokenizer"
         )
     return _prepared(settings)
 

@@ -31,6 +31,9 @@ class Data(Named):
         "next", description="the token after a window, or the next one at every position of it"
     )
     words: int = Field(0, ge=0, description="words in the vocabulary of a text; 0 = characters")
+    tokenizer: str | None = Field(
+        None, description="tokenizer.json of a text's tokens, or a folder of the hub with one"
+    )
     shortest: int = Field(0, ge=0, description="characters that a role or a file must have")
     by_length: bool = Field(False, description="batches of texts of similar length, with little padding")
 
