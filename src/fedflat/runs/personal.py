@@ -172,11 +172,26 @@ def summary(results: Iterable[Personal]) -> list[dict[str, Any]]:
     return rows
 
 
-def save(directory: Path, how: str, results: Iterable[Personal]) -> Path:
+def by_name(row: dict[str, Any], metric: str) -> dict[str, Any]:
+    """The row, with the values of another metric than the accuracy under its own name too.
+
+    The fields `accuracy_…` stay, because earlier versions wrote only these, for every metric.
+
+    >>> by_name({"client": 3, "accuracy_after": 0.5}, "r2")
+    {'client': 3, 'accuracy_after': 0.5, 'metric': 'r2', 'r2_after': 0.5}
+    """
+    if metric == "accuracy":
+        return row
+    named = {key.replace("accuracy", metric, 1): value for key, value in row.items() if key.startswith("accuracy_")}
+    return {**row, "metric": metric, **named}
+
+
+def save(directory: Path, how: str, results: Iterable[Personal], metric: str = "accuracy") -> Path:
     """Writes personal-HOW.jsonl to a run's directory atomically, with one line for each client and number of epochs."""
+    lines = [f"{json.dumps(by_name(asdict(result), metric))}\n" for result in results]
     path = beside(directory, f"personal-{how}.jsonl")
     try:
-        write_whole(path, "".join(json.dumps(asdict(result)) + "\n" for result in results).encode())
+        write_whole(path, "".join(lines).encode())
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror})") from None
     return path
