@@ -6,7 +6,10 @@ carry their own mask, `tokens >= 0`. A label `IGNORED` counts neither in a loss 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 PADDING = -1
@@ -29,6 +32,26 @@ def lengths(tokens: Tensor) -> Tensor:
     tensor([3, 1])
     """
     return (tokens >= 0).sum(dim=1)
+
+
+def widened(inputs: Tensor, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return rows of token ids padded to a width, with the labels of tokens beside them; other samples as they are.
+
+    >>> widened(torch.tensor([[3, 4]]), torch.tensor([[4, 5]]), 3)
+    (tensor([[ 3,  4, -1]]), tensor([[   4,    5, -100]]))
+    """
+    if not is_tokens(inputs) or inputs.ndim != 2 or inputs.shape[1] >= width:
+        return inputs, labels
+    more = (0, width - inputs.shape[1])
+    per_token = labels.shape == inputs.shape and not labels.is_floating_point()
+    return F.pad(inputs, more, value=PADDING), F.pad(labels, more, value=IGNORED) if per_token else labels
+
+
+def joined(batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return all samples of some batches as one, with rows of token ids as long as those of the longest batch."""
+    width = max(inputs.shape[-1] for inputs, _ in batches)
+    inputs, labels = zip(*(widened(*batch, width) for batch in batches), strict=True)
+    return torch.cat(inputs), torch.cat(labels)
 
 
 def counted_rows(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -159,6 +159,35 @@ def test_a_run_of_a_gpt_has_all_three_matrices_and_its_layers(tmp_path, monkeypa
     assert {"head", "blocks.0.mlp.fc1"} <= {layer["name"] for layer in layers}
 
 
+def test_a_gpt_for_texts_of_many_lengths_has_a_landscape_and_a_duality(tmp_path, monkeypatch, fedflat, read):
+    """A batch of texts is cut at its longest one: here at 3 and 17 letters in training, and at 12 in testing."""
+    monkeypatch.chdir(tmp_path)
+    texts = ["fox"] * 130 + ["the lazy dog" if n % 5 == 4 else "the very lazy dog" for n in range(20)]
+    rows = [{"text": text, "label": n % 2, "client": n // 130} for n, text in enumerate(texts)]
+    Path("texts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    own = ("data.name=jsonl", "data.dir=texts.jsonl", "data.window=40", "split.name=natural", "split.clients=0",
+           "model.name=gpt", "model.width=8", "model.heads=2", "model.layers=1", "server.rounds=1", "local.steps=1",
+           "engine=inline")  # fmt: skip
+    code, _, complaint = fedflat("run", "--out", "run", *(text for one in own for text in ("--set", one)))
+    assert code == 0, complaint
+    problem = load_run(Path("run"))
+    data = problem.federation.dataset
+    with torch.no_grad():
+        losses = [
+            float(problem.loss(problem.network.module(x.inputs.long()), x.labels)) for x in (data.train, data.test)
+        ]
+
+    layers = read("duality", "run", "--pairs", 30)["layers"]
+    assert [each["layer"].rpartition(".")[2] for each in layers] == ["qkv", "out", "fc1", "fc2", "head"]
+    for row in layers:
+        assert (row["train_loss"], row["test_loss"]) == pytest.approx(losses, rel=1e-5)
+        assert [each["pairs"] + each["skipped"] for each in row["pairings"].values()] == [30, 30]
+
+    (found,) = read("landscape", "run", "--points", 3, "--samples", 0)["runs"]
+    assert np.shape(found["values"]) == (3, 3) and np.isfinite(found["values"]).all()
+    assert found["centre"] == found["values"][1][1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def test_a_layers_block_has_its_bias_unless_it_is_left_out(runs, fedflat, read):
     arguments = ("flatness", "plain", *QUICK, "--k", 1, "--products", 6, "--layers")
     found = read(*arguments, "--no-bias")

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import tokenizers
 import torch
 
 from fedflat.errors import DataError, FedflatError, RecipeError
-from fedflat.federation import Dataset, Samples, corpora, federate, load
+from fedflat.federation import Dataset, Samples, corpora, federate, load, subwords
 from fedflat.federation.text import LETTERS, read_json_lines
 
 PLAY = """First Citizen:
@@ -207,12 +208,93 @@ def test_a_damaged_file_is_answered_in_a_sentence(tmp_path, name, content, messa
         ({"predict": "foo"}, "data.predict = 'foo': take next or all"),
         ({"words": -3}, "data.words = -3: must be 0 or more"),
         ({"shortest": 10**6}, "has no text of 1000000 characters; lower data.shortest"),
+        ({"words": 3, "tokenizer": "t"}, "data.words = 3: data.tokenizer has tokens of its own; leave one of them out"),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path, options, message):
     (tmp_path / "x.txt").write_text("to be or not to be " * 20)
     with pytest.raises(FedflatError, match=message):
         load("text", tmp_path / "x.txt", **options)
+
+
+def test_a_text_with_a_label_is_one_sample_and_has_no_windows(tmp_path, monkeypatch):
+    (tmp_path / "x.jsonl").write_text(lines(*[{"text": "good day", "label": i % 2} for i in range(10)]))
+    monkeypatch.setattr(corpora, "AG_NEWS", (1, 1))
+    (tmp_path / "ag-news").mkdir()
+    for part in ("train", "test"):
+        (tmp_path / f"ag-news/{part}.csv").write_text('"3","title","text"\n')
+    for name, place in (("jsonl", tmp_path / "x.jsonl"), ("ag-news", tmp_path)):
+        for option, told in (({"predict": "all"}, "predict = 'all'"), ({"stride": 2}, "stride = 2")):
+            with pytest.raises(RecipeError, match=rf"^data\.{told}: the texts of .* have labels, .*; leave it out$"):
+                load(name, place, **option)
+
+
+def test_shakespeare_has_leafs_characters_unless_every_token_is_predicted(play, tmp_path):
+    with pytest.raises(RecipeError, match=r"^data\.words = 9: shakespeare has LEAF's 80 characters; leave it out$"):
+        load("shakespeare", play, words=9)
+    save_tokenizer(tmp_path / "tokenizer.json", ["[UNK]", "speak"])
+    with pytest.raises(RecipeError, match=r"^data\.tokenizer: shakespeare has LEAF's windows of characters; take data"):
+        load("shakespeare", play, tokenizer=str(tmp_path))
+    data = load("shakespeare", play, tokenizer=str(tmp_path), predict="all", window=4)
+    own = data.train.groups == 1
+    assert data.train.inputs[own].tolist() == [[0, 0, 1, -1]] and data.vocabulary == 2  # "Speak", ",", "speak", "."
+
+
+def save_tokenizer(path, words):
+    rules = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: k for k, w in enumerate(words)}, unk_token="[UNK]"))
+    rules.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    rules.save(str(path))
+
+
+@pytest.mark.parametrize("by", ["folder", "file"])
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_a_tokenizer_json_gives_the_ids(tmp_path, by, kind):
+    save_tokenizer(tmp_path / "tokenizer.json", ["[UNK]", "to", "be", "or"])
+    text = "to be or not to be "
+    (tmp_path / "x").write_text(
+        text * 20 if kind == "text" else lines(*[{"text": text, "label": i % 2} for i in range(9)])
+    )
+    place = tmp_path / ("tokenizer.json" if by == "file" else "")
+    data = load(kind, tmp_path / "x", window=8, tokenizer=str(place))
+    first = [1, 2, 3, 0, 1, 2, 1, 2] if kind == "text" else [1, 2, 3, 0, 1, 2, -1, -1]
+    assert data.train.inputs[0].tolist() == first and data.vocabulary == 4
+    assert Dataset.of_facts(data.train, data.test, json.loads(json.dumps(data.facts()))).tokenizer == data.tokenizer
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is neither a tokenizer.json nor a local folder with one; nothing is downloaded"),
+        (b"", r"tokenizer.json is not a tokenizer \("),
+        (b"[]", r"tokenizer.json is not a tokenizer \("),
+        (b'{"model": 3}', r"tokenizer.json is not a tokenizer \("),
+        (b"\xff", "tokenizer.json is not UTF-8 text"),
+        (b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {}, "unk_token": "u"}}', "has no token, where 1"),
+        (b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 4000000000}, "unk_token": "a"}}',
+         "has an id of 4000000000, where 1 to 2,097,152 tokens are read"),
+        (b" " * 2000, "holds more than the allowed 1,000 bytes"),
+    ],
+)  # fmt: skip
+def test_a_damaged_tokenizer_is_answered_in_a_sentence(tmp_path, monkeypatch, content, message):
+    monkeypatch.setattr(subwords, "LONGEST", 1000)
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(DataError, match=rf"^[^\n]*{message}[^\n]*$"):
+        subwords.read_subwords(tmp_path)
+
+
+def test_a_text_that_a_tokenizer_has_no_tokens_for_is_answered_in_a_sentence(tmp_path):
+    (tmp_path / "x.txt").write_text("to be or not to be " * 20)
+    save_tokenizer(tmp_path / "tokenizer.json", ["to", "be"])
+    with pytest.raises(DataError, match=r"^data\.tokenizer: cannot read a text \(.*\)$"):
+        load("text", tmp_path / "x.txt", tokenizer=str(tmp_path))
+
+
+@pytest.mark.parametrize(("stride", "starts"), [(0, [0, 4, 8]), (2, [0, 2, 4, 6, 8])])
+def test_windows_of_every_next_token_overlap_if_the_stride_is_shorter(tmp_path, stride, starts):
+    (tmp_path / "x.txt").write_text("abcdefghijkl")
+    data = load("text", tmp_path / "x.txt", window=4, stride=stride, predict="all")
+    assert data.train.inputs[:, 0].tolist() == starts
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from fedflat.flatness import DIRECTIONS, pairs
 from fedflat.flatness.activities import SeenLayer, layers_of, patches
 from fedflat.flatness.dual_weights import dual_weights
 from fedflat.flatness.duality import Pairing, _moments, decompose
+from fedflat.models import build
+from fedflat.tokens import widened
 
 both = pytest.mark.parametrize("direction", DIRECTIONS)
 
@@ -415,6 +417,26 @@ def test_batches_and_chunks_change_nothing(monkeypatch):
             found, expected = other.pairings[direction], whole.pairings[direction]
             assert found.contribution == pytest.approx(expected.contribution, rel=1e-6, abs=1e-12)
             assert found.paired_gap == pytest.approx(expected.paired_gap, abs=1e-12)
+
+
+def test_texts_have_the_same_numbers_however_far_they_are_padded():
+    """Train and test texts may be cut at different lengths, and what a layer computes from padding has no effect."""
+    chance = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 5, (12, 6), generator=chance)
+    longest = torch.randint(2, 5, (12, 1), generator=chance)
+    labels = torch.arange(12) % 2
+    cut = torch.where(torch.arange(6) < longest, tokens, -1)
+    train, test = (cut[:7, :5], labels[:7]), (cut[7:, :4], labels[7:])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = build("gpt", (9,), 2, vocabulary=5, width=4, heads=2, layers=1).double()
+    wide = [widened(*half, 9) for half in (train, test)]
+    for layer in ("blocks.0.mlp.fc1", "head"):
+        found, expected = (decompose(module, F.cross_entropy, *halves, layer) for halves in ((train, test), wide))
+        for direction in DIRECTIONS:
+            one, other = (asdict(each.pairings[direction]) for each in (found, expected))
+            for name in one.keys() - {"correlation"}:  # of a still direction it is rounding alone
+                assert one[name] == pytest.approx(other[name], rel=1e-9, abs=1e-12), name
 
 
 def test_the_dead_and_the_unchanged_are_skipped_and_counted():

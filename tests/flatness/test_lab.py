@@ -10,6 +10,7 @@ from torch import nn
 from fedflat.errors import RecipeError
 from fedflat.flatness import Objective, compare, decompose, duality, look, sharpness
 from fedflat.flatness.sharpness import adaptive_sharpness, ascent_sharpness, average_sharpness
+from fedflat.models import build
 
 chance = torch.Generator().manual_seed(0)
 X = torch.randn(1100, 2, generator=chance, dtype=torch.float64)
@@ -46,6 +47,13 @@ def test_duality_decomposes_the_gap_of_all_samples_in_the_last_layer_or_the_give
     assert (found.train_loss, found.test_loss) == pytest.approx((expected.train_loss, expected.test_loss), rel=1e-12)
     for name, pairing in found.pairings.items():
         assert pairing.pairs == 30 and pairing.paired_gap == pytest.approx(expected.pairings[name].paired_gap)
+
+
+def test_duality_takes_texts_in_batches_that_are_cut_at_different_lengths():
+    model = build("gpt", (6,), 2, vocabulary=5, width=4, heads=2, layers=1)
+    batches = [(torch.randint(0, 5, (8, width)), torch.arange(8) % 2) for width in (3, 6, 4, 5)]
+    found = duality(model, batches[:3], batches[3:], layer="head")
+    assert (found.train_samples, found.test_samples, found.missing) == (24, 8, 0)
 
 
 def test_a_model_without_layers_for_duality_is_one_sentence():

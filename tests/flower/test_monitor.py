@@ -96,6 +96,19 @@ def test_gauges_have_the_last_value_and_counters_the_sum(told):
     }
 
 
+def test_the_metrics_of_any_task_have_gauges_by_name(capsys):
+    exposition, names = monitor.Exposition(), ["r2", "mse"]
+    for record in ({"r2": 0.75, "mse": 0.5, "time": 3.0}, {"r2": None, "mse": 0.25}, {}):
+        record = {name: value for name, value in FIRST.items() if name != "accuracy"} | record
+        exposition(record, metrics=names)
+        monitor.log_round(record, metrics=names)
+    numbers = parsed(exposition.text())
+    assert math.isnan(numbers["fedflat_metric", "r2"]) and numbers["fedflat_metric", "mse"] == 0.25
+    assert ("fedflat_metric", "time") not in numbers and ("fedflat_accuracy", None) not in numbers
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line.get("metrics") for line in lines] == [{"r2": 0.75, "mse": 0.5}, {"r2": None, "mse": 0.25}, None]
+
+
 def test_before_the_first_round_there_are_zeros_and_no_made_up_gauges():
     numbers = parsed(monitor.Exposition().text())
     assert set(numbers.values()) == {0.0} and ("fedflat_accuracy", None) not in numbers
@@ -193,15 +206,15 @@ def test_a_deployments_metrics_are_those_of_its_records_and_change_no_bit(deploy
     port, texts = free_port(), []
     seen = monitor.Exposition.__call__
 
-    def watched(exposition, record):
-        seen(exposition, record)
+    def watched(exposition, record, metrics):
+        seen(exposition, record, metrics)
         texts.append(scraped(port)[2])
 
     monkeypatch.setattr(monitor.Exposition, "__call__", watched)
     model, records = deployed(small(f"deployment.metrics={port}"))
     assert [parsed(text)["fedflat_round", None] for text in texts] == [1, 2, 3]
     last = parsed(texts[-1])
-    assert last["fedflat_accuracy", None] == records[-1]["accuracy"]
+    assert last["fedflat_accuracy", None] == last["fedflat_metric", "accuracy"] == records[-1]["accuracy"]
     assert last["fedflat_cohort", None] == len(records[-1]["cohort"]) == 3
     for direction in "down", "up":
         total = sum(record[f"bytes_{direction}"] for record in records)
@@ -217,6 +230,7 @@ def test_a_log_of_json_has_an_object_for_each_line_and_each_round(deployed, smal
     rounds = [line for line in lines if line["event"] == "round"]
     assert [line["round"] for line in rounds] == [1, 2, 3]
     assert [line["accuracy"] for line in rounds] == [record["accuracy"] for record in records]
+    assert [line["metrics"] for line in rounds] == [{"accuracy": record["accuracy"]} for record in records]
     assert rounds[0]["cohort"] == 3 and rounds[0]["refused"] == {} and rounds[0]["skipped"] is False
 
 

@@ -267,8 +267,12 @@ def cut_short(folder):
         (not_a_number, "has a number that is not finite"),
         (cut_short, "the model cannot be built"),
         (lambda folder: change(folder, n_embd="x"), "its config.json cannot be read"),
+        (
+            lambda folder: change(folder, model_type="vit", vocab_size=None),
+            "its config.json has no vocab_size; is it a",
+        ),
     ],
-    ids=["width", "layers", "kind", "missing", "nan", "cut", "type"],
+    ids=["width", "layers", "kind", "missing", "nan", "cut", "type", "images"],
 )
 @pytest.mark.parametrize("per_token", [True, False])
 def test_a_folder_without_the_weights_of_its_model_is_refused(folder, spoil, sentence, per_token):

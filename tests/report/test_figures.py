@@ -34,6 +34,11 @@ def test_the_splits_picture_has_a_cell_for_each_class_that_a_client_holds(counts
     assert trace["z"] == [[row[label] or None for row in counts] for label in range(3)]
 
 
+def test_there_is_no_picture_of_classes_for_a_run_that_recorded_none():
+    line = Line("a", [Run(Path("a"), load(None), [record(1, class_accuracy=[]), record(2, class_accuracy=[])])])
+    assert figures.classes(line, 50) is None
+
+
 def test_surfaces_share_one_scale_and_steep_ones_are_drawn_by_their_logarithm():
     one, two = figures.surfaces([single(bowl(1.0)), single(bowl(2.0, span=0.5))])
     for figure in (one, two):

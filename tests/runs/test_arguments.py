@@ -10,6 +10,9 @@ from torch import nn
 
 import fedflat
 from fedflat.errors import DataError, RecipeError
+from fedflat.models import Network
+from fedflat.runs.first_pass import first_pass
+from fedflat.tasks import find_task
 
 X, Y = np.zeros((20, 3), np.float32), np.arange(20) % 2
 
@@ -21,6 +24,32 @@ def federation():
 
 def net(outputs=10):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, outputs))
+
+
+class Nameless(fedflat.Metric):
+    @classmethod
+    def of(cls, outputs, labels):
+        return cls()
+
+    @property
+    def value(self):
+        return 0.0
+
+
+class Wordy(Nameless):
+    name, __dataclass_fields__ = "wordy", {}
+
+    @property
+    def value(self):
+        return "good"
+
+
+class OfMany(Wordy):
+    name = "of_many"
+
+    @property
+    def value(self):
+        return 1 / 0  # as a metric that needs more samples than the first pass has
 
 
 class Pair(nn.Module):
@@ -44,11 +73,30 @@ def spoilt():
         (dict(model=nn.Linear(3, 10)), r"model: it cannot process inputs of shape \(4, 1, 8, 8\)"),
         (dict(model=net(5)), r"loss: it cannot be computed from outputs and labels of shape \(4, 5\).*Target 9"),
         (dict(loss=nn.MSELoss()), r"loss: it cannot be computed from outputs and labels of shape \(4, 10\)"),
+        (dict(task=find_task("classification(metric=fedflat.tasks:RSquared)")),
+         r"metric r2: it cannot be computed from outputs and labels of shape \(4, 10\)"),
     ],
-)
-def test_a_model_or_loss_that_does_not_fit_the_data_is_refused(federation, given, sentence):
+)  # fmt: skip
+def test_a_model_loss_or_metric_that_does_not_fit_the_data_is_refused(federation, given, sentence):
     with pytest.raises(DataError, match=sentence):
         fedflat.train(federation, rounds=1, **given)
+
+
+def test_a_metric_has_a_name_and_a_number_that_may_need_more_samples(federation):
+    with pytest.raises(RecipeError, match=r'^task: metric Nameless has no name; give it one, as in name = "mae"$'):
+        fedflat.Task(F.cross_entropy, (Nameless,))
+    with pytest.raises(RecipeError, match=r"^metric wordy: its value is a str; it must be one number$"):
+        fedflat.train(federation, task=fedflat.Task(F.cross_entropy, (Wordy,)), rounds=1)
+    first_pass(Network(net()), fedflat.Task(F.cross_entropy, (OfMany,)), federation)
+
+
+@pytest.mark.parametrize("labels", [torch.rand(40), (torch.rand(40, 2) > 0.5).float()], ids=["values", "labels"])
+def test_the_accuracy_of_each_class_is_not_measured_where_there_are_no_classes(labels):
+    samples = fedflat.Samples(torch.rand(40, 3), labels)
+    task = "regression" if labels.ndim == 1 else "multi-label"
+    data = fedflat.Dataset("hours", samples, samples, 2 if labels.ndim > 1 else 1, (), (), task=task)
+    with pytest.raises(RecipeError, match=f"^evaluation.measures: classes .* not for the task {task} on hours$"):
+        fedflat.train(fedflat.federate(data, "iid", 2), rounds=1, measures=["classes"])
 
 
 @pytest.mark.parametrize(

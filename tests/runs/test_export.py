@@ -12,11 +12,15 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import tokenizers
 import torch
 import transformers
 import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 import fedflat
@@ -246,6 +250,90 @@ def test_an_export_reads_text_and_names_what_it_predicts(network, kind, tmp_path
     best = (logits[torch.arange(len(ends)), ends] if kind == "every" else logits).argmax(dim=1).tolist()
     assert predicted == [("fine", "poor")[k] if kind == "label" else tokenizer.tokens[k] for k in best]
     assert json.loads(files["vocabulary.json"].read_text("utf-8"))["tokens"] == tokenizer.tokens
+
+
+def tokenizer_of_a_folder(folder):
+    """Pairs of letters as in GPT-2, a token before every text, and a truncation that is not ours."""
+    pieces = ["[UNK]", "[CLS]", *"abcdefghijklmnopqrstuvwxyzAG", "da", "day", "th", "at", "that"]
+    merges = [("d", "a"), ("da", "y"), ("t", "h"), ("a", "t"), ("th", "at")]
+    rules = tokenizers.Tokenizer(BPE({piece: k for k, piece in enumerate(pieces)}, merges, unk_token="[UNK]"))
+    rules.pre_tokenizer = Whitespace()
+    rules.post_processor = TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 1)])
+    plain = tokenizers.Tokenizer.from_str(rules.to_str())
+    rules.enable_truncation(3)
+    rules.save(str(folder / "tokenizer.json"))
+    return plain
+
+
+@pytest.mark.parametrize("kind", ["every", "label"])
+def test_texts_in_the_tokens_of_a_folder_are_trained_on_exported_and_read_by_the_card(kind, tmp_path):
+    window, base = 12, tmp_path / "base"
+    settings = transformers.GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=2, n_positions=window)
+    transformers.GPT2LMHeadModel(settings).save_pretrained(base)
+    theirs = tokenizer_of_a_folder(base)
+    texts = [f"{'Good' if n % 3 else 'A bad'} day, {'abc'[n % 3]} that is more than {n}" for n in range(30)]
+    rows = [{"text": text, **({"label": "fgp"[n % 3]} if kind == "label" else {})} for n, text in enumerate(texts)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["data.name=jsonl", f"data.dir={tmp_path / 'texts.jsonl'}", "split.name=iid", "split.clients=3",
+            f"data.window={window}", f"data.tokenizer={base}", "model.name=transformers", f"model.folder={base}",
+            *(["data.predict=all"] if kind == "every" else [])]  # fmt: skip
+    trained = execute(prepare(load(None, [*QUICK, *data])), tmp_path / "run")
+    assert 0 < trained.history[-1]["loss"] < 10
+
+    problem = load_run(tmp_path / "run")
+    dataset = problem.federation.dataset
+    ids = [theirs.encode(text).ids for text in texts[4::5]]  # of these the test samples are
+    assert all(row[0] == 1 and theirs.token_to_id("day") in row for row in ids)
+    cut = [row[:window] for row in ids]
+    if kind == "every":
+        cut = [row[:-1][start : start + window] for row in ids for start in range(0, len(row) - 1, window)]
+    assert [[k for k in row if k >= 0] for row in dataset.test.inputs.tolist()] == cut
+    assert dataset.vocabulary == theirs.get_vocab_size()
+
+    files = {path.name: path for path in export(tmp_path / "run", onnx=False, out=tmp_path / "shared")}
+    assert files["tokenizer.json"].read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert not any(str(tmp_path).encode() in path.read_bytes() for path in files.values())
+    card = files["README.md"].read_text("utf-8")
+    assert "which no privacy mechanism protects" not in card  # the tokens were there before the texts
+    (piece,) = re.findall(r"```python\n(.*?)```", card, re.S)
+    piece = re.sub(r"^texts = .*$", "texts = json.load(open('texts.json'))", piece, flags=re.M)
+    (tmp_path / "shared" / "texts.json").write_text(json.dumps(texts))
+    out = "json.dump([tokens.tolist(), logits.tolist(), predicted], open('told.json', 'w'))"
+    done = without_fedflat(f"{piece}\n{out}", tmp_path / "shared")
+    assert done.returncode == 0, done.stderr
+    tokens, logits, predicted = json.loads((tmp_path / "shared" / "told.json").read_text())
+    ends = [theirs.encode(text).ids for text in texts]
+    ends = [row[-window:] if kind == "every" else row[:window] for row in ends]
+    assert [[k for k in row if k >= 0] for row in tokens] == ends
+    with torch.no_grad():
+        expected = problem.network.module.eval()(torch.tensor(tokens))[..., : dataset.classes]
+    torch.testing.assert_close(torch.tensor(logits), expected, rtol=0, atol=1e-5)
+    last = [expected[k, len(row) - 1] if kind == "every" else expected[k] for k, row in enumerate(ends)]
+    names = [theirs.id_to_token(k) for k in range(dataset.vocabulary)] if kind == "every" else "fgp"
+    assert predicted == [names[int(row.argmax())] for row in last]
+
+
+def test_texts_in_other_tokens_than_those_of_the_folder_are_refused(tmp_path):
+    base, other = tmp_path / "base", tmp_path / "other.json"
+    settings = transformers.GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=2, n_positions=12)
+    transformers.GPT2LMHeadModel(settings).save_pretrained(base)
+    tokenizer_of_a_folder(base)
+    table = json.loads((base / "tokenizer.json").read_text())
+    table["model"]["vocab"] |= {"x": table["model"]["vocab"]["y"], "y": table["model"]["vocab"]["x"]}
+    other.write_text(json.dumps(table))
+    (tmp_path / "texts.jsonl").write_text('{"text": "Good day to you"}\n' * 30)
+    data = ["data.name=jsonl", f"data.dir={tmp_path / 'texts.jsonl'}", "split.name=iid", "split.clients=3",
+            "data.window=5", "data.predict=all", "model.name=transformers", f"model.folder={base}"]  # fmt: skip
+    for own, unit in (("data.words=0", "character"), ("data.words=9", "word")):
+        told = rf"^data\.tokenizer: the {unit}s of jsonl have ids of their own, .*; set data\.tokenizer = '{base}'$"
+        with pytest.raises(RecipeError, match=told):
+            prepare(load(None, [*QUICK, *data, own]))
+    with pytest.raises(RecipeError, match=r"^data\.tokenizer: its ids stand for other tokens than in model\.folder"):
+        prepare(load(None, [*QUICK, *data, f"data.tokenizer={other}"]))
+    settings = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=12)
+    transformers.GPT2LMHeadModel(settings).save_pretrained(base)
+    with pytest.raises(RecipeError, match=r"knows 20 tokens, and the data has 35; take the folder.s tokenizer.json"):
+        prepare(load(None, [*QUICK, *data, f"data.tokenizer={base}"]))
 
 
 @pytest.mark.parametrize("option", ["per_token=true", "classes=3", "vocabulary=9", "shape=[3]"])

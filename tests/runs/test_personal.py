@@ -7,6 +7,7 @@ import shutil
 from copy import deepcopy
 from dataclasses import asdict, replace
 from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import forking
-from fedflat import Augment, train
+from fedflat import Augment, Dataset, Federation, Samples, train
 from fedflat.cli import app
 from fedflat.engine import Pool
 from fedflat.errors import FedflatError, RecipeError, RunError, TrainingError
@@ -26,6 +27,7 @@ from fedflat.federation.augment import normalise
 from fedflat.federation.batching import batch_indices
 from fedflat.methods.chain import Method
 from fedflat.methods.parser import parse
+from fedflat.models import build
 from fedflat.models.vector import Network
 from fedflat.randomness import generator
 from fedflat.recipe import Local, load
@@ -33,7 +35,7 @@ from fedflat.rounds.setup import Problem
 from fedflat.runs.build import last_lr, load_run, prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.neighbours import Mixture, Neighbours, nearest_labels
-from fedflat.runs.personal import ALONE, Personal, personalise, save, summary
+from fedflat.runs.personal import ALONE, Personal, by_name, personalise, save, summary
 from fedflat.tasks import TASKS
 
 SIZE = 40  # of the digits' test part there are about 35 samples of a class
@@ -456,6 +458,21 @@ def test_labels_that_are_no_classes_are_refused(regression):
         personalise(problem, problem.network.weights)
 
 
+def test_neighbours_are_refused_where_samples_have_no_class(regression):
+    federation, network = replace(regression, tests=regression.shards), Network(nn.Linear(3, 1), torch.float64)
+    problem = Problem.of(federation, network, Method(), Local(), task=TASKS["regression"])
+    with pytest.raises(RecipeError, match=r'^how = "knn": .* samples of regression have no class in the task regress'):
+        personalise(problem, network.weights, how="knn")
+    tokens = torch.arange(12).reshape(4, 3) % 5
+    samples = Samples(tokens, tokens)
+    texts = Dataset("texts", samples, samples, 5, (), (), vocabulary=5, task="next-token")
+    shards = (torch.arange(4),)
+    network = Network(build("gpt", (3,), 5, vocabulary=5, per_token=True, width=4, heads=2, layers=1))
+    problem = Problem.of(Federation(texts, shards, tests=shards), network, Method(), Local(), task=TASKS["next-token"])
+    with pytest.raises(RecipeError, match=r"samples of texts have no class in the task next-token$"):
+        personalise(problem, network.weights, how="knn")
+
+
 def test_clients_with_test_samples_of_their_own_are_judged_by_the_metric_of_the_task(regression):
     federation = replace(regression, tests=regression.shards)
     problem = Problem.of(
@@ -479,6 +496,23 @@ def test_a_client_whose_metric_is_not_defined_is_left_out_of_the_mean(regression
     (row,) = summary(results)
     assert (row["clients"], row["left_out"]) == (len(results) - 1, 1)
     assert row["accuracy_after"] == pytest.approx(np.mean([result.accuracy_after for result in results[1:]]))
+
+
+def test_another_metric_than_the_accuracy_is_written_under_its_own_name_too(tmp_path):
+    """Readers of earlier files find `accuracy_after` as before, and a file of a classification is what it was."""
+    (tmp_path / "run").mkdir()
+    found = [Personal(0, 1, 20, 10, 0.25, 0.5), Personal(1, 1, 20, 0, None, None)]
+    plain = [asdict(result) for result in found]
+    named = [{**row, "metric": "r2", "r2_before": row["accuracy_before"], "r2_after": row["accuracy_after"]}
+             for row in plain]  # fmt: skip
+    for metric, expected in (("accuracy", plain), ("r2", named)):
+        lines = save(tmp_path / "run", "finetune", found, metric).read_text().splitlines()
+        assert [json.loads(line) for line in lines] == expected
+    (row,) = summary(found)
+    row = by_name(row, "r2")
+    assert (
+        (row["r2_after"], row["r2_after_std"], row["metric"]) == (row["accuracy_after"], 0.0, "r2") == (0.5, 0.0, "r2")
+    )
 
 
 def test_a_walk_that_leaves_the_finite_numbers_names_the_client(digits):
@@ -550,6 +584,21 @@ def test_the_command_hands_on_its_options(copies):
         written = (copies / f"fedavg/personal-{how}.jsonl").read_text().splitlines()
         again = personalise(problem, start, (epochs,), how, size=20, **options)
         assert [json.loads(line) for line in written] == [asdict(result) for result in again]
+
+
+def test_the_command_names_the_metric_that_a_run_follows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"text": f"fox {n} and the lazy dog", "client": n % 2} for n in range(24)]
+    Path("texts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    recipe = ["data.name=jsonl", "data.dir=texts.jsonl", "data.window=8", "data.predict=all", "split.name=natural",
+              "split.clients=0", "model.name=gpt", "model.width=8", "model.heads=2", "model.layers=1",
+              "server.rounds=1", "engine=inline", "evaluation.metric=perplexity"]  # fmt: skip
+    execute(prepare(load(None, recipe)), Path("run"))
+    personalize("run", "--epochs", "1", "--json")
+    (row,) = json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in Path("run/personal-finetune.jsonl").read_text().splitlines()]
+    assert row["metric"] == "perplexity" and row["perplexity_after"] == row["accuracy_after"] > 1
+    assert [line["perplexity_before"] for line in lines] == [line["accuracy_before"] for line in lines]
 
 
 def test_local_only_training_begins_with_the_common_initial_weights(copies, capsys):

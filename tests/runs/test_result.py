@@ -5,6 +5,8 @@ import sys
 
 import matplotlib.pyplot as plt
 import pytest
+import torch
+from torch import nn
 
 import fedflat
 from fedflat.errors import RecipeError, RunError
@@ -34,6 +36,29 @@ def test_a_misspelt_metric_gets_a_suggestion(result):
             ask("acuracy")
     with pytest.raises(RecipeError, match="there is no metric 3; known: accuracy"):
         result.curve(3)
+
+
+@pytest.mark.parametrize(
+    ("lr", "best", "reached", "kept"),
+    [(0.1, 5, 3, ["00000004", "00000005"]), (1.05, 1, None, ["00000001", "00000004", "00000005"])],
+    ids=["falls", "rises"],
+)
+def test_of_an_error_the_lowest_value_is_the_best_and_reaches_the_target(tmp_path, lr, best, reached, kept):
+    """y = 3x for x = ±1 and a model wx: after r rounds of one step the error is 9 (1 − 2η)^2r."""
+    inputs = torch.tensor([1.0, -1.0]).repeat(4)[:, None]
+    samples = fedflat.Samples(inputs, 3 * inputs[:, 0])
+    data = fedflat.Dataset("line", samples, samples, 1, (), (), task="regression")
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    settings = dict(rounds=5, lr=lr, batch=0, cohort=2, metric="mse", target=2.5, checkpoint_every=1, engine="inline")
+    result = fedflat.train(fedflat.federate(data, "iid", 2), model, **settings, epochs=1, out=tmp_path / "run")
+    assert [value for _, value in result.curve("mse")] == pytest.approx(
+        [9 * (1 - 2 * lr) ** (2 * r) for r in range(1, 6)]
+    )
+    found = result.summary
+    assert (found["mse_best_round"], found["rounds_to_target"]) == (best, reached)
+    assert found["mse_best"] == min(value for _, value in result.curve("mse"))
+    assert sorted(path.stem for path in (tmp_path / "run/checkpoints").glob("*.json")) == kept
 
 
 def test_every_round_is_a_row(result, monkeypatch):

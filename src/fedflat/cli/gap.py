@@ -84,12 +84,12 @@ def _halves(federation: "Federation", samples: int, test_samples: int, seed: int
 
     from fedflat.flatness import Portion
     from fedflat.flatness.pairing import drawn
+    from fedflat.tokens import joined
 
-    parts = Portion(samples, seed).batches(federation, range(federation.clients))
-    inputs, labels = zip(*parts, strict=True)
+    train = joined(Portion(samples, seed).batches(federation, range(federation.clients)))
     test = federation.held_out("test", 0, federation.size("test"))
     some = drawn(torch.arange(len(test[1])), test_samples, seed)
-    return (torch.cat(inputs), torch.cat(labels)), (test[0][some], test[1][some])
+    return train, (test[0][some], test[1][some])
 
 
 def _duality_row(result: "Duality") -> dict[str, Any]:

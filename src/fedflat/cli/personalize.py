@@ -48,7 +48,7 @@ def personalize(
     from fedflat.runs.export import standing
     from fedflat.runs.folder import read_model, read_recipe
     from fedflat.runs.neighbours import Neighbours
-    from fedflat.runs.personal import personalise, save, summary
+    from fedflat.runs.personal import by_name, personalise, save, summary
 
     neighbours = Neighbours(k, mix, scale, capacity, mix_with)
     for run in runs:
@@ -67,9 +67,9 @@ def personalize(
         start = problem.network.weights
         settings: dict[str, Any] = {**rate, "size": size, "neighbours": neighbours, "workers": workers or cores()}
         results = personalise(problem, start, epochs, how, **settings, watch=watch)
-        file = str(save(run, how, results))
+        file = str(save(run, how, results, recipe.metric))
         facts = {"run": str(run), "method": recipe.method, "metric": recipe.metric, "how": how, "file": file}
-        rows += [{**facts, **row} for row in summary(results)]
+        rows += [by_name({**facts, **row}, recipe.metric) for row in summary(results)]
     print(json.dumps(rows, indent=2)) if as_json else _print_personal(rows)
 
 

@@ -11,6 +11,7 @@ from fedflat.federation.population import Federation
 from fedflat.federation.raw_inputs import normalised_inputs, take_normalised, taking_raw
 from fedflat.federation.sizes import check_array, load_npz, save_npz
 from fedflat.federation.splits import Floats
+from fedflat.federation.subwords import Subwords, read_subwords
 from fedflat.federation.text import WORD, Tokenizer, tokenizer_table
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Federation",
     "Floats",
     "Samples",
+    "Subwords",
     "Tokenizer",
     "batch_steps",
     "check_array",
@@ -30,6 +32,7 @@ __all__ = [
     "load",
     "load_npz",
     "normalised_inputs",
+    "read_subwords",
     "save_npz",
     "saved_shards",
     "splits_by",

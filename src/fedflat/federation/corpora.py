@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, get_args
 
@@ -16,6 +16,7 @@ from fedflat.errors import DataError, RecipeError
 from fedflat.federation.dataset import Dataset, Samples
 from fedflat.federation.formats import find
 from fedflat.federation.places import data_directory, own_path
+from fedflat.federation.subwords import read_subwords
 from fedflat.federation.text import (
     LETTERS,
     Alphabet,
@@ -51,6 +52,7 @@ class Cut:
         words: number of words in the vocabulary; 0 takes characters.
         shortest: characters that a role or file must have.
         half: 1 or 2 for every second role or file; 0 takes all.
+        tokenizer: path of a tokenizer.json, or of its folder; empty takes words or characters.
     """
 
     window: int = 0
@@ -59,6 +61,7 @@ class Cut:
     words: int = 0
     shortest: int = 0
     half: int = 0
+    tokenizer: str = ""
 
     def __post_init__(self) -> None:
         if self.predict not in get_args(Predict):
@@ -68,6 +71,8 @@ class Cut:
                 raise RecipeError(f"data.{name} = {getattr(self, name)}: must be 0 or more")
         if self.half not in (0, 1, 2):
             raise RecipeError(f"data.half = {self.half!r}: must be 1 or 2, or 0 for both halves")
+        if self.tokenizer and self.words:
+            raise RecipeError(f"data.words = {self.words}: data.tokenizer has tokens of its own; leave one of them out")
 
     def owners(self, texts: Mapping[str, Sequence[str]], where: Path, what: str) -> list[str]:
         """Return the owners whose texts are long enough; `what` is the beginning of "with 10 characters".
@@ -94,6 +99,12 @@ class Cut:
         inputs, labels = zip(*(cut(each, window, stride) for each in ids), strict=True)
         return np.concatenate(inputs), np.concatenate(labels)
 
+    def tokens(self, texts: Iterable[str]) -> Tokenizer:
+        """Return the tokens of some texts: those of the tokenizer, the most frequent words, or all characters."""
+        if self.tokenizer:
+            return read_subwords(self.tokenizer)
+        return Words.of(texts, self.words) if self.words else Alphabet.of(texts)
+
     @property
     def task(self) -> str:
         return "classification" if self.predict == "next" else "next-token"
@@ -108,10 +119,17 @@ def shakespeare(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
     The file is tiny-shakespeare, so roles of the same name in several plays are one. As in LEAF, a speech is preceded
     by as many blanks as a window has, and each of its characters is the label of one sample. The last fifth of a role's
     speeches is for testing (LEAF draws single samples, whose windows overlap those for training). With
-    `predict = "all"`, the speeches of a role are one text, cut into windows that do not overlap.
+    `predict = "all"`, the speeches of a role are one text, which may have other tokens.
     """
+    if cut.words:
+        raise RecipeError(f"data.words = {cut.words}: shakespeare has LEAF's 80 characters; leave it out")
+    if cut.tokenizer and cut.predict == "next":
+        raise RecipeError(
+            'data.tokenizer: shakespeare has LEAF\'s windows of characters; take data.predict = "all" for other tokens'
+        )
     path = find(data_directory(directory) / "shakespeare", "input.txt")
-    window, letters = cut.window or 80, Alphabet(LETTERS)
+    window = cut.window or 80
+    letters: Tokenizer = cut.tokens(()) if cut.tokenizer else Alphabet(LETTERS)
     roles = speeches(path)
     blanks = " " * window
 
@@ -153,7 +171,8 @@ def ag_news(directory: Path | None, cut: Cut = AS_USUAL) -> Dataset:
     for rows, size in zip((train, test), AG_NEWS, strict=True):
         if len(rows) != size:
             raise DataError(f"{folder} holds {len(rows)} texts of AG News where {size} were published")
-    return of_rows("ag-news", train, test, Cut(cut.window or 64, words=cut.words or 10_000), str(folder))
+    words = 0 if cut.tokenizer else cut.words or 10_000
+    return of_rows("ag-news", train, test, replace(cut, window=cut.window or 64, words=words), str(folder))
 
 
 def _news(path: Path) -> list[Row]:
@@ -188,7 +207,13 @@ def of_rows(name: str, train: Sequence[Row], test: Sequence[Row] | None, cut: Cu
         train, test = _held_out(rows)
     if not labelled:
         return _documents(name, train, test, cut)
-    tokens = Words.of((row.text for row in train), cut.words) if cut.words else Alphabet.of(row.text for row in train)
+    for field, usual in (("predict", "next"), ("stride", 0)):
+        if getattr(cut, field) != usual:
+            raise RecipeError(
+                f"data.{field} = {getattr(cut, field)!r}: the texts of {where} have labels, so each is one sample; "
+                "leave it out"
+            )
+    tokens = cut.tokens(row.text for row in train)
     window = cut.window or 128
     check_window(window, 1)
     classes = sorted({row.label or "" for row in rows}, key=lambda label: (len(label), label))
@@ -197,7 +222,7 @@ def of_rows(name: str, train: Sequence[Row], test: Sequence[Row] | None, cut: Cu
     def samples(some: Sequence[Row]) -> Samples:
         ids = [tokens.encode(row.text) for row in some]
         if empty := next((i for i, each in enumerate(ids, start=1) if not len(each)), 0):
-            raise DataError(f"{where}: text {empty} has no word")
+            raise DataError(f"{where}: text {empty} has no {tokens.unit}")
         inputs = narrow(padded(ids, window, PADDING), tokens.size)
         labels = torch.tensor([number[row.label or ""] for row in some])
         return Samples(torch.from_numpy(inputs), labels, _owners(some, owner))
@@ -209,7 +234,7 @@ def of_rows(name: str, train: Sequence[Row], test: Sequence[Row] | None, cut: Cu
 def _documents(name: str, train: Sequence[Row], test: Sequence[Row], cut: Cut) -> Dataset:
     """The texts of each client as its documents."""
     owner = _numbers(row.client for row in (*train, *test))
-    tokens = Words.of((row.text for row in train), cut.words) if cut.words else Alphabet.of(row.text for row in train)
+    tokens = cut.tokens(row.text for row in train)
 
     def owned(rows: Sequence[Row]) -> list[list[Ids]]:
         lists: list[list[Ids]] = [[] for _ in owner]
@@ -222,7 +247,7 @@ def _documents(name: str, train: Sequence[Row], test: Sequence[Row], cut: Cut) -
 
 def _language_of(name: str, texts: Sequence[str], cut: Cut) -> Dataset:
     """Documents of different owners, the end of each for testing. Both halves have the tokens of all texts."""
-    tokens = Words.of(texts, cut.words) if cut.words else Alphabet.of(texts)
+    tokens = cut.tokens(texts)
     ids = [tokens.encode(text) for text in cut.halved(texts)]
     ends = [len(each) - int(TESTED * len(each)) for each in ids]
     train, test = (

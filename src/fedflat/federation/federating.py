@@ -110,6 +110,7 @@ def federate(
     words: int = 0,
     shortest: int = 0,
     half: int = 0,
+    tokenizer: str | Path | None = None,
 ) -> Federation:
     """Load data and divide them among clients.
 
@@ -156,6 +157,7 @@ def federate(
         words: words in the vocabulary of a named text; 0 takes characters.
         shortest: characters that a role or a file must have.
         half: 1 or 2 for every second role of `shakespeare` or file of `text`; 0 takes all.
+        tokenizer: a tokenizer.json, or a local folder of the hub with one, whose tokens a named text has.
 
     Raises:
         DataError: the data or the split's file cannot be read.
@@ -181,6 +183,7 @@ def federate(
         "words": words,
         "shortest": shortest,
         "half": half,
+        "tokenizer": "" if tokenizer is None else str(Path(tokenizer).expanduser().absolute()),
     }
     named: Mapping[str, Any] | None = None
     rows: Any = None  # the table of the training samples, which a partitioner of flwr-datasets may ask for
@@ -197,7 +200,7 @@ def federate(
     else:
         dataset = load(data, directory, **text)
         place = None if directory is None else str(Path(directory).expanduser().absolute())
-        named = {"name": data, "dir": place, "limit": limit, **text}
+        named = {"name": data, "dir": place, "limit": limit, **text, "tokenizer": text["tokenizer"] or None}
     dataset = replace(dataset.limited(limit, seed) if limit else dataset, name=name or dataset.name)
     dataset = _normalised(dataset, normalise, mean, std)
     if by_length and not is_tokens(dataset.train.inputs):

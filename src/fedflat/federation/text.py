@@ -1,8 +1,8 @@
-"""Text as token ids: alphabets and words, windows over a document, and readers of text files.
+"""Text as token ids: alphabets, words, tokens of a model of the hub; windows over a document; readers of text files.
 
 Two kinds of samples come out of a document. With `predict = "next"` a sample is a window of tokens and its label the
-token after it, for every position (Caldas et al. 2018, LEAF). With `predict = "all"` windows do not overlap, and the
-labels of a window are its tokens moved by one.
+token after it, for every position (Caldas et al. 2018, LEAF). With `predict = "all"` the labels of a window are its
+tokens moved by one, and windows do not overlap unless `data.stride` is shorter than `data.window`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from fedflat.errors import DataError, RecipeError
 from fedflat.federation.sizes import read_at_most
+from fedflat.federation.subwords import Subwords
 from fedflat.files import opened
 from fedflat.tokens import IGNORED, PADDING
 
@@ -106,11 +107,13 @@ def words_of(text: str) -> list[str]:
     return re.findall(WORD, text.lower())
 
 
-Tokenizer = Alphabet | Words
+Tokenizer = Alphabet | Words | Subwords
 
 
 def tokenizer_table(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a tokenizer as a table for JSON: the token of each id, and the id of all others."""
+    """Return a tokenizer as a table for JSON: the token of each id and the id of all others, or the rules."""
+    if isinstance(tokenizer, Subwords):
+        return {"unit": tokenizer.unit, "definition": tokenizer.definition}
     return {"unit": tokenizer.unit, "tokens": tokenizer.tokens, "unknown": tokenizer.unknown}
 
 
@@ -120,6 +123,8 @@ def tokenizer_of(table: Mapping[str, Any]) -> Tokenizer:
     >>> tokenizer_of(tokenizer_table(Words(("a", "."))))
     Words(words=('a', '.'))
     """
+    if table["unit"] == Subwords.unit:
+        return Subwords(str(table["definition"]))
     tokens = [str(token) for token in table["tokens"]]
     return Alphabet("".join(tokens)) if table["unit"] == Alphabet.unit else Words(tuple(tokens[1:]))
 

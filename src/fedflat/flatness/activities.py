@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from fedflat.errors import RecipeError, TrainingError
 from fedflat.local import Batch, Loss
 from fedflat.models import is_adapted
+from fedflat.tokens import is_tokens
 
 BUDGET = 2**24  # maximum number of elements in the patches and dual weights of one chunk
 MOST_ROWS = 64  # larger chunks are not faster
@@ -61,6 +62,8 @@ class SeenLayer:
         if len(seen) != 1:
             raise RecipeError(f"layer {self.name!r} runs {len(seen)} times per forward pass; choose one that runs once")
         rows = patches(self.part, seen[0]) if isinstance(self.part, nn.Conv2d) else seen[0]
+        if is_tokens(batch[0]) and rows.ndim == 3 and rows.shape[:2] == batch[0].shape:
+            rows = rows * (batch[0] >= 0)[..., None]  # what a layer computes from padding has no effect
         losses = [self.loss(z, y) for z, y in zip(outputs.split(1), batch[1].split(1), strict=True)]
         activities, each = rows.reshape(len(losses), -1, rows.shape[-1]), torch.stack(losses)
         if not (activities.isfinite().all() and each.isfinite().all()):

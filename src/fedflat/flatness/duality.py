@@ -21,8 +21,8 @@ How close the mean Δl is to the gap depends on the pairs (see `pairing`), so ev
 
 A convolution, or a linear layer applied at many positions, sees a matrix A with one row for each patch or token. Then
 the dual weight is the least-squares solution ΔWᵀ = A⁺ (A' − A) Wᵀ, and the part it cannot reach is reported as the
-residual. Nearly dependent patches make ΔW long, mostly outside the top directions, so check the remainder of a
-convolution first.
+residual. Rows of padding are zero in both. Nearly dependent patches make ΔW long, mostly outside the top directions, so
+check the remainder of a convolution first.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from fedflat.flatness.pairing import DIRECTIONS, Direction, Pairs, drawn, pairs
 from fedflat.local import Batch, Loss
 from fedflat.progress import track
 from fedflat.shown import Shown
+from fedflat.tokens import widened
 
 DENSE = 3000  # up to this many weights, the layer's Hessian is a dense matrix and the basis is complete
 DEAD = 1e-12  # below this |a|², a sample counts as having no activity in the layer
@@ -214,6 +215,8 @@ def decompose(
         if number < least:
             raise RecipeError(f"{name} = {number}: it must be at least 1{'' if least else ', or 0 for all'}")
     here = SeenLayer(module, loss, layer)
+    width = max(inputs.shape[-1] for inputs, _ in (train, test))  # of texts, either half may be cut at its longest one
+    train, test = widened(*train, width), widened(*test, width)
     matched = {direction: pairs(train, test, direction, limit, seed) for direction in DIRECTIONS}
     size = min(batch, here.room(train))
     some = drawn(torch.arange(len(train[1])), samples, seed)

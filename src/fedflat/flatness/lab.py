@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import nn
 
 from fedflat.drawing import COLOURS
@@ -30,6 +29,7 @@ from fedflat.flatness.track import Trajectory
 from fedflat.local import Batch, Loss
 from fedflat.progress import track
 from fedflat.shown import Shown
+from fedflat.tokens import joined
 
 look = of_model(measure, "look")
 Compared = nn.Module | Flatness
@@ -146,10 +146,10 @@ def duality(
 
 def _whole(data: Any, samples: int, batch: int, seed: int, collate: Collate | None) -> Batch:
     """All samples in one batch."""
-    inputs, labels = zip(*batches_of(data, samples, batch, seed, collate), strict=True)
-    if any(isinstance(each, Fields) for each in inputs):
+    batches = batches_of(data, samples, batch, seed, collate)
+    if any(isinstance(inputs, Fields) for inputs, _ in batches):
         raise DataError("duality: pairs samples by their distance, so it needs inputs that are one tensor")
-    return torch.cat(inputs), torch.cat(labels)
+    return joined(batches)
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,7 +10,7 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler
@@ -37,6 +37,7 @@ GAUGES = {
     "epsilon": "Privacy spent so far; NaN where none holds.",
     "round_seconds": "Seconds that the last round took.",
 }
+METRIC = "A metric of the task, of the global model when it was last evaluated."
 COUNTERS = {
     "rounds_skipped": "Rounds that were skipped with the state unchanged.",
     "refused": "Clients that were left out of a round, by reason.",
@@ -45,13 +46,19 @@ COUNTERS = {
 }
 
 
-def facts(record: Record) -> dict[str, Any]:
-    """Return what is published of a round: its numbers, the number of clients, and refusals by reason."""
+def facts(record: Record, metrics: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what is published of a round: its numbers, the number of clients, and refusals by reason.
+
+    Args:
+        record: the record of the round.
+        metrics: the names of the task's metrics.
+    """
     reasons = (each["reason"] for each in record.get("refused", ()))
     numbers = ("accuracy", "loss", "local_loss", "epsilon", "lambda1", "bytes_down", "bytes_up", "seconds")
     return {
         "round": record["round"],
         **{name: record[name] for name in numbers if name in record},
+        **({"metrics": found} if (found := {name: record[name] for name in metrics if name in record}) else {}),
         "cohort": len(record["cohort"]),
         "refused": dict(Counter(reason if reason in REASONS else "other" for reason in reasons)),
         "skipped": "skipped" in record,
@@ -64,6 +71,7 @@ class Exposition:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._gauges: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._totals: dict[tuple[str, str], float] = {
             ("rounds_skipped", ""): 0.0,
             ("bytes", 'direction="down"'): 0.0,
@@ -71,12 +79,13 @@ class Exposition:
             ("seconds", ""): 0.0,
         }
 
-    def __call__(self, record: Record) -> None:
-        """Add the record of a round."""
-        told = facts(record)
+    def __call__(self, record: Record, metrics: Sequence[str] = ()) -> None:
+        """Add the record of a round, with metrics of these names."""
+        told = facts(record, metrics)
         with self._lock:
             for name in GAUGES.keys() & told.keys():
-                self._gauges[name] = math.nan if told[name] is None else float(told[name])
+                self._gauges[name] = _known(told[name])
+            self._metrics |= {name: _known(value) for name, value in told.get("metrics", {}).items()}
             self._gauges["round_seconds"] = float(told["seconds"])
             self._add("rounds_skipped", "", told["skipped"])
             self._add("seconds", "", told["seconds"])
@@ -96,6 +105,9 @@ class Exposition:
                 if name in self._gauges:
                     lines += _head(f"fedflat_{name}", "gauge", meaning)
                     lines.append(f"fedflat_{name} {_number(self._gauges[name])}")
+            if self._metrics:
+                lines += _head("fedflat_metric", "gauge", METRIC)
+                lines += [f'fedflat_metric{{name="{name}"}} {_number(x)}' for name, x in sorted(self._metrics.items())]
             for name, meaning in COUNTERS.items():
                 lines += _head(f"fedflat_{name}_total", "counter", meaning)
                 for (owner, label), value in sorted(self._totals.items()):
@@ -106,6 +118,10 @@ class Exposition:
 
 def _head(name: str, kind: str, meaning: str) -> list[str]:
     return [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _number(value: float) -> str:
@@ -163,7 +179,7 @@ class Page(BaseHTTPRequestHandler):
 
 @contextmanager
 def monitored(settings: Deployment) -> Iterator[list[Any]]:
-    """Yield the callbacks for the record of each round; serve /metrics meanwhile if configured.
+    """Yield the callbacks for the record of each round and the names of its metrics; serve /metrics if configured.
 
     Raises:
         RecipeError: if the configured port cannot be opened.
@@ -194,9 +210,9 @@ def say(text: str, settings: Deployment) -> None:
     print(text if settings.log == "text" else _line("message", {"message": text}), flush=True)
 
 
-def log_round(record: Record) -> None:
-    """Log a round as one line of JSON."""
-    print(_line("round", facts(record)), flush=True)
+def log_round(record: Record, metrics: Sequence[str] = ()) -> None:
+    """Log a round as one line of JSON, with metrics of these names."""
+    print(_line("round", facts(record, metrics)), flush=True)
 
 
 def _line(event: str, content: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ from fedflat.local import Vectors
 from fedflat.methods import Privacy, Upload, Uploads
 from fedflat.recipe import Checkpoint, Recipe, load, overridden
 from fedflat.rounds import About, Broadcast, Problem, Refusal, Score, ServerState, chunks, one_thread, unless_seen
-from fedflat.runs import CAUGHT, Record, RunLock, execute
+from fedflat.runs import CAUGHT, RunLock, execute
 
 CURVATURE = 1e6  # the largest ‖Hv‖/‖v‖ accepted from a client
 BEYOND = 1e3  # and relative to the clients' median
@@ -91,7 +91,7 @@ def _serve(
     data: DataHook | None,
     keys: Path | None,
     lock: RunLock,
-    callbacks: Sequence[Callable[[Record], None]],
+    callbacks: Sequence[Callable[..., None]],
 ) -> None:
     journal = Journal(out)
     table: dict[str, int] | None = None
@@ -121,7 +121,8 @@ def _serve(
         return Deployment(problem, nodes, journal)
 
     warn = partial(say, settings=recipe.deployment)
-    execute(problem, out, callbacks, resume=True, warn=warn, start=start, lock=lock)
+    told = [partial(each, metrics=[metric.name for metric in problem.task.metrics]) for each in callbacks]
+    execute(problem, out, told, resume=True, warn=warn, start=start, lock=lock)
 
 
 def _check(recipe: Recipe) -> None:

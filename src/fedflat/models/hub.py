@@ -109,10 +109,12 @@ def _from_folder(folder: str, vocabulary: int) -> Any:
         settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each of the library's models refuses in its own way
         raise RecipeError(f"model.folder = {folder!r}: its config.json cannot be read ({_first_line(error)})") from None
+    if not isinstance(getattr(settings, "vocab_size", None), int):
+        raise RecipeError(f"model.folder = {folder!r}: its config.json has no vocab_size; is it a model of texts?")
     if settings.vocab_size < vocabulary:
         raise RecipeError(
             f"model.folder = {folder!r}: knows {settings.vocab_size} tokens, and the data has {vocabulary}; "
-            "tokenise the data with the folder's tokenizer.json"
+            "take the folder's tokenizer.json by data.tokenizer"
         )
     return _prepared(settings)
 

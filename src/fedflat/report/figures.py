@@ -97,7 +97,7 @@ def classes(line: Line, most: int) -> Figure | None:
     """A heat map of the accuracy of every class over the rounds, averaged over the seeds."""
     curves = [curve for run in line.runs if (curve := run.curve("class_accuracy"))]
     rounds = sorted(set.intersection(*map(set, curves))) if curves else []
-    if not rounds:
+    if not rounds or not curves[0][rounds[0]]:  # runs of 0.2 have empty lists for tasks without classes
         return None
     rounds = [rounds[k] for k in thinned(len(rounds), max(2, most // len(curves[0][rounds[0]])))]
     cube = np.array([[curve[round] for round in rounds] for curve in curves], dtype=float)  # nan: class without samples

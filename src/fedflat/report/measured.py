@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from fedflat.errors import FedflatError, RunError
@@ -38,6 +37,7 @@ from fedflat.recipe import Recipe
 from fedflat.report.flatness_table import flatness_cells, headline
 from fedflat.rounds import Problem
 from fedflat.runs import gather, last_lr, load_run
+from fedflat.tokens import joined
 
 Row = Mapping[str, Any]
 OVER = ", over the rounds"
@@ -87,8 +87,8 @@ def _duality(problem: Problem) -> Duality | None:
     linear = [name for name in layers_of(module) if isinstance(module.get_submodule(name), nn.Linear)]
     if not linear:
         return None
-    inputs, labels = zip(*Portion(TWINS).batches(federation, range(federation.clients)), strict=True)
-    train, test = (torch.cat(inputs), torch.cat(labels)), federation.held_out("test", 0, federation.size("test"))
+    train = joined(Portion(TWINS).batches(federation, range(federation.clients)))
+    test = federation.held_out("test", 0, federation.size("test"))
     try:
         return decompose(module, problem.loss, train, test, linear[-1], k=50, limit=PAIRS, samples=SAMPLES)
     except FedflatError:

@@ -15,7 +15,16 @@ from torch import nn
 from fedflat import models
 from fedflat.engine import Cluster, Inline, Pool, cores, require_bf16
 from fedflat.errors import FedflatError, RecipeError, RunError
-from fedflat.federation import Augment, Dataset, Federation, federate, splits_by, take_normalised
+from fedflat.federation import (
+    Augment,
+    Dataset,
+    Federation,
+    Subwords,
+    federate,
+    read_subwords,
+    splits_by,
+    take_normalised,
+)
 from fedflat.flatness import Portion, federated
 from fedflat.local import group_size
 from fedflat.methods import ActiveModel, AllModels, Method, Part, ProductAverage, parse, spell
@@ -58,7 +67,7 @@ def prepare(recipe: Recipe, task: Task | None = None, run: Path | None = None) -
         open_code(recipe, run)
     method = parse(recipe.method)
     recipe = recipe.model_copy(update={"method": spell(recipe.method)})
-    return assemble(recipe, gather(recipe, run), None, method, task)
+    return beginning(assemble(recipe, gather(recipe, run), None, method, task))
 
 
 def gather(recipe: Recipe, run: Path | None = None) -> Federation:
@@ -73,7 +82,7 @@ def gather(recipe: Recipe, run: Path | None = None) -> Federation:
 def _federated(recipe: Recipe, dataset: Dataset | None = None, split: str | None = None) -> Federation:
     """The federation of a recipe, optionally with another data set or split."""
     data, section = recipe.data, recipe.split
-    names = ("limit", "window", "stride", "predict", "words", "shortest", "half", "normalise", "by_length")
+    names = ("limit", "window", "stride", "predict", "words", "tokenizer", "shortest", "half", "normalise", "by_length")
     limits = {name: getattr(data, name) for name in (names[-2:] if dataset else names)}
     return federate(
         dataset or data.name,
@@ -151,6 +160,42 @@ def judged_by(task: Task, recipe: Recipe) -> Recipe:
         raise RecipeError(f"evaluation.target = {recipe.evaluation.target}: an accuracy is above 0 and at most 1")
     evaluation = recipe.evaluation.model_copy(update={"metric": metric.name, "best": best})
     return recipe.model_copy(update={"task": task.name, "evaluation": evaluation})
+
+
+def beginning(problem: Problem) -> Problem:
+    """Return the problem of a run that begins. Runs of earlier versions may not pass these checks, and are still read.
+
+    Raises:
+        RecipeError: the recipe asks for the accuracy of each class, and the task has none; or the texts have other
+            token ids than the model.
+    """
+    _refuse_other_ids(problem)
+    task, data = problem.task, problem.federation.dataset
+    per_class = Accuracy in task.metrics and not data.train.labels.is_floating_point()
+    if "classes" in problem.recipe.evaluation.measures and not per_class:
+        raise RecipeError(
+            "evaluation.measures: classes is the accuracy of each class, which there is not for the task "
+            f"{task.name} on {data.name}"
+        )
+    return problem
+
+
+def _refuse_other_ids(problem: Problem) -> None:
+    """Refuse texts whose ids are not those of the tokenizer in the folder of the model."""
+    model, data = problem.recipe.model, problem.federation.dataset
+    folder = model.options().get("folder") if model.name == "transformers" else None
+    if folder is None or data.tokenizer is None or not (Path(folder) / "tokenizer.json").is_file():
+        return
+    if not isinstance(data.tokenizer, Subwords):
+        raise RecipeError(
+            f"data.tokenizer: the {data.tokenizer.unit}s of {data.name} have ids of their own, and model.folder has a "
+            f"tokenizer.json; set data.tokenizer = {folder!r}"
+        )
+    ours, theirs = data.tokenizer.tokens, read_subwords(folder).tokens
+    if any(one and other and one != other for one, other in zip(ours, theirs, strict=False)):
+        raise RecipeError(
+            f"data.tokenizer: its ids stand for other tokens than in model.folder; set data.tokenizer = {folder!r}"
+        )
 
 
 def _founded(module: nn.Module, recipe: Recipe) -> tuple[nn.Module, Recipe]:

@@ -16,7 +16,15 @@ from fedflat.methods import CATALOGUE
 from fedflat.models import MODELS, construction
 from fedflat.recipe import Recipe
 from fedflat.runs.own_classes import OWN
-from fedflat.runs.text_card import HUB, VOCABULARY, answer_code, hub_code, imports_code, tokens_code
+from fedflat.runs.text_card import (
+    HUB,
+    VOCABULARY,
+    answer_code,
+    hub_code,
+    imports_code,
+    tokenizers_code,
+    tokens_code,
+)
 
 if TYPE_CHECKING:
     from fedflat.runs.export import Signature
@@ -161,7 +169,7 @@ def _torch_code(signature: Signature) -> str:
     return f"""\
 {imports_code(signature)}import torch
 from safetensors.torch import load_file
-{imports}
+{tokenizers_code(signature)}{imports}
 
 {built}
 
@@ -221,7 +229,8 @@ def _limits(recipe: Recipe, signature: Signature, standing: Facts) -> str:
         lines.append(f"It is differentially private with ε = {epsilon:.3g}, for the δ of its method.")
     elif not {"central_dp", "local_dp"} & {*_terms(recipe)}:
         lines.append("It is not differentially private: it may reveal information about single training samples.")
-    if signature.tokenizer and recipe.data.name != "shakespeare":  # LEAF's alphabet is fixed
+    theirs = recipe.data.name == "shakespeare" or recipe.data.tokenizer  # LEAF's alphabet and a tokenizer are fixed
+    if signature.tokenizer and not theirs:
         unit = signature.tokenizer.unit
         lines.append(f"`{VOCABULARY}` lists {unit}s of the training texts, which no privacy mechanism protects.")
     if recipe.model.name == "resnet18":

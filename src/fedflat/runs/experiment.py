@@ -34,7 +34,7 @@ from fedflat.rounds import (
     view,
 )
 from fedflat.runs.arguments import check_arguments
-from fedflat.runs.build import assemble, in_full, show, start_engine
+from fedflat.runs.build import assemble, beginning, in_full, show, start_engine
 from fedflat.runs.checkpoint import Checkpoints
 from fedflat.runs.folder import Record, RunFolder
 from fedflat.runs.given import beyond_a_recipe, described, keep, model_table
@@ -116,7 +116,7 @@ def train(
     recipe = on_default(table)
     task = task if isinstance(task, Task) else find_task(task or federation.dataset.task)
     task = task.with_loss(loss) if loss else task
-    problem = assemble(recipe, federation, module, parse(method), task)
+    problem = beginning(assemble(recipe, federation, module, parse(method), task))
     if directory is not None:
         for reason in beyond_a_recipe(problem, federation, module):
             log.warning("%s: %s", directory, reason)

@@ -18,7 +18,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import nn
 
 from fedflat.errors import RecipeError, RunError
-from fedflat.federation import Federation, Tokenizer
+from fedflat.federation import Federation, Subwords, Tokenizer
 from fedflat.files import read_whole, write_whole, written_to
 from fedflat.models import MODELS, Normalised, is_adapted, merged, source
 from fedflat.recipe import Recipe
@@ -28,7 +28,7 @@ from fedflat.runs.card import card
 from fedflat.runs.folder import Record, beside, read_recipe, whole_model
 from fedflat.runs.own_classes import kept_code
 from fedflat.runs.record import is_summary, read_summary
-from fedflat.runs.text_card import CONFIG, HUB, VOCABULARY, config_bytes, vocabulary_bytes
+from fedflat.runs.text_card import CONFIG, HUB, TOKENIZER, VOCABULARY, config_bytes, vocabulary_bytes
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ def export(
         files[CONFIG] = config_bytes(module)
     if signature.tokenizer:
         files[VOCABULARY] = vocabulary_bytes(signature.tokenizer, signature.labels)
+    if isinstance(signature.tokenizer, Subwords):
+        files[TOKENIZER] = signature.tokenizer.definition.encode()
     if code := _code(run, recipe, signature):
         files["network.py"] = code.encode()
     if onnx:
@@ -167,7 +169,8 @@ def _code(run: Path, recipe: Recipe, signature: Signature) -> str:
 
 def _public(recipe: Recipe) -> Recipe:
     """The recipe without the paths and addresses of the machine it ran on."""
-    data = recipe.data.model_copy(update={"dir": None})
+    tokenizer = recipe.data.tokenizer and Path(recipe.data.tokenizer).name
+    data = recipe.data.model_copy(update={"dir": None, "tokenizer": tokenizer})
     split = recipe.split.model_copy(update={"name": Path(recipe.split.name).name})  # the name may be a file's path
     engine = recipe.engine.model_copy(update={"address": None})
     places = {"base": recipe.model.base, "folder": recipe.model.options().get("folder")}  # of a model of transformers

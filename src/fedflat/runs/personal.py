@@ -94,6 +94,12 @@ def personalise(
         raise RecipeError(f"weights: {start.numel()} numbers, but the model has {network.size} trained parameters")
     rate = problem.recipe.local.lr if lr is None else lr
     walk = Walk(problem, how, epoch_marks(how, epochs), rate, lr_decay)
+    labels = problem.federation.dataset.train.labels
+    if how == "knn" and (problem.task.output != "classes" or labels.is_floating_point()):
+        raise RecipeError(
+            f'how = "knn": mixes the classes of neighbours, and samples of {problem.federation.dataset.name} have no '
+            f"class in the task {problem.task.name}"
+        )
     home, buffers, results = network.weights.clone(), network.buffers.clone(), list[Personal]()
     adaptation = Adaptation(walk, _exam(problem, size), neighbours or Neighbours(), buffers)
     clients = range(problem.federation.clients)
@@ -166,11 +172,26 @@ def summary(results: Iterable[Personal]) -> list[dict[str, Any]]:
     return rows
 
 
-def save(directory: Path, how: str, results: Iterable[Personal]) -> Path:
+def by_name(row: dict[str, Any], metric: str) -> dict[str, Any]:
+    """The row, with the values of another metric than the accuracy under its own name too.
+
+    The fields `accuracy_…` stay, because earlier versions wrote only these, for every metric.
+
+    >>> by_name({"client": 3, "accuracy_after": 0.5}, "r2")
+    {'client': 3, 'accuracy_after': 0.5, 'metric': 'r2', 'r2_after': 0.5}
+    """
+    if metric == "accuracy":
+        return row
+    named = {key.replace("accuracy", metric, 1): value for key, value in row.items() if key.startswith("accuracy_")}
+    return {**row, "metric": metric, **named}
+
+
+def save(directory: Path, how: str, results: Iterable[Personal], metric: str = "accuracy") -> Path:
     """Writes personal-HOW.jsonl to a run's directory atomically, with one line for each client and number of epochs."""
+    lines = [f"{json.dumps(by_name(asdict(result), metric))}\n" for result in results]
     path = beside(directory, f"personal-{how}.jsonl")
     try:
-        write_whole(path, "".join(json.dumps(asdict(result)) + "\n" for result in results).encode())
+        write_whole(path, "".join(lines).encode())
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror})") from None
     return path

@@ -7,19 +7,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedflat.federation import WORD, Tokenizer, tokenizer_table
+from fedflat.federation import WORD, Subwords, Tokenizer, tokenizer_table
 
 if TYPE_CHECKING:
     from fedflat.runs.export import Signature
 
-VOCABULARY, CONFIG = "vocabulary.json", "config.json"
+VOCABULARY, CONFIG, TOKENIZER = "vocabulary.json", "config.json", "tokenizer.json"
 HUB = "transformers"  # the name of their models in a recipe
 PIECES = {"character": "list(text)", "word": f're.findall(r"{WORD}", text.lower())'}
+OURS = """\
+numbers = {token: number for number, token in enumerate(vocabulary["tokens"])}
+
+
+def encoded(text):
+    pieces = PIECES
+    ids = [numbers.get(piece, vocabulary["unknown"]) for piece in pieces]"""
+THEIRS = f"""\
+tokenizer = Tokenizer.from_file("{TOKENIZER}")  # next to this card
+tokenizer.no_padding()
+tokenizer.no_truncation()
+
+
+def encoded(text):
+    ids = tokenizer.encode(text).ids"""
 
 
 def vocabulary_bytes(tokenizer: Tokenizer, labels: tuple[str, ...]) -> bytes:
     """The file with the token of each id, and the name of each class unless classes are tokens."""
-    table = {**tokenizer_table(tokenizer), **({"labels": labels} if labels else {})}
+    known = tokenizer_table(tokenizer)
+    if isinstance(tokenizer, Subwords):
+        known = {"unit": tokenizer.unit, "tokens": tokenizer.tokens}  # its rules are in a file of their own
+    table = {**known, **({"labels": labels} if labels else {})}
     return f"{json.dumps(table, ensure_ascii=False)}\n".encode()
 
 
@@ -30,6 +48,12 @@ def imports_code(signature: Signature) -> str:
     return "import json\nimport re\n\n" if signature.tokenizer.unit == "word" else "import json\n\n"
 
 
+def tokenizers_code(signature: Signature) -> str:
+    """The import of `tokenizers`, if the tokens need it."""
+    theirs = isinstance(signature.tokenizer, Subwords)
+    return "from tokenizers import Tokenizer  # pip install tokenizers\n" if theirs else ""
+
+
 def tokens_code(signature: Signature) -> str:
     """Plain Python that makes `tokens` of `texts`, as in training; empty if the data were token ids."""
     if not signature.tokenizer:
@@ -37,15 +61,12 @@ def tokens_code(signature: Signature) -> str:
     (length,) = signature.shape
     # Labelled texts were cut at their end. A text that goes on is predicted from its last tokens.
     kept = f"[-{length}:]" if signature.language else f"[:{length}]"
+    unit = signature.tokenizer.unit
+    made = OURS.replace("PIECES", PIECES[unit]) if unit in PIECES else THEIRS
     return f"""\
 with open("{VOCABULARY}", encoding="utf-8") as file:
     vocabulary = json.load(file)
-numbers = {{token: number for number, token in enumerate(vocabulary["tokens"])}}
-
-
-def encoded(text):
-    pieces = {PIECES[signature.tokenizer.unit]}
-    ids = [numbers.get(piece, vocabulary["unknown"]) for piece in pieces]{kept}
+{made}{kept}
     return ids + [-1] * ({length} - len(ids))
 
 

@@ -63,6 +63,9 @@ class Task:
         kinds = self.metrics if isinstance(self.metrics, tuple | list) else [None]
         if not all(isinstance(kind, type) and issubclass(kind, Metric) for kind in kinds):
             raise RecipeError("task: metrics must be a tuple of classes that inherit from fedflat.Metric")
+        for metric in self.metrics:
+            if not isinstance(getattr(metric, "name", None), str):
+                raise RecipeError(f'task: metric {metric.__name__} has no name; give it one, as in name = "mae"')
         names = [metric.name for metric in self.metrics]
         if not names:
             raise RecipeError("task: it needs at least one metric")

@@ -97,7 +97,9 @@ class LocalPrivacy(Privacy):
     ε holds for a client's uploads as the server sees them, one by one. In DP-FedSAM a client's noise has the variance
     σ² C²/n for n clients in a round: z = σ/√n, which is 0.13 for its σ = 0.95 and n = 50. Its ε holds for the sum over
     the round, which is all that secure aggregation would reveal; the ε reported here is much larger. The released code
-    of DP-FedSAM clips each tensor separately, and its SAM is adaptive; here C bounds the whole update.
+    of DP-FedSAM clips each tensor separately, and its SAM is adaptive; here C bounds the whole update. What is said of
+    DP-FedSAM was written from the named paper and that code. It is not recorded how much of the paper's text was read,
+    and no run of its authors is replayed.
 
     Deviations: the paper clips the client's weights, and its server adds more noise before it broadcasts. Here the
     update is clipped, and no processing of noisy uploads on the server can weaken their privacy.

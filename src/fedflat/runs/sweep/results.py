@@ -99,7 +99,7 @@ def save_result(folder: Path, point: Point, scale: str, answers: Iterable[Path])
     judged = (f"{metric}_{which}" for which in JUDGED)
     metrics = {name: summary.get(name, last.get(name)) for name in (*judged, *METRICS)}
     metrics |= {name: value for name, value in noted(last).items() if name not in {*metrics, metric}}
-    if "class_accuracy" in last:
+    if last.get("class_accuracy"):
         metrics |= by_class(read_whole(folder / "metrics.jsonl").splitlines())
     for path in answers:
         metrics |= columns(json.loads(read_whole(path)))
