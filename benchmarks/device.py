@@ -4,8 +4,9 @@
 
 Part one trains two rounds of every method on the digits in double precision (float32 where the device has no other), on
 both devices, and shows how far the weights are apart; the draws are the same, because all of them happen on the
-processor. Part two times rounds of random images of CIFAR-10's shape with the papers' networks, in float32 and bf16,
-and counts how many clients the device trains at a time. Prints two Markdown tables, and writes all to the JSON file.
+processor. On cuda it does so for CUDA graphs too. Part two times rounds of random images of CIFAR-10's shape with the
+papers' networks, in float32, bf16 and with CUDA graphs, and counts how many clients the device trains at a time. Prints
+two Markdown tables, and writes all to the JSON file.
 """
 
 import argparse
@@ -29,12 +30,13 @@ from fedflat.rounds import conduct, first_state
 from fedflat.runs.build import assemble, start_engine
 
 NETWORKS = ("mlp", "fedavg-cnn", "resnet18-gn")
-COHORT, SAMPLES = 4, 500
+COHORT = 4  # whose weights are compared
+CLIENTS, SAMPLES = 16, 150  # that are timed, as many as a device trains at a time
 
 
 def rounds(federation: Federation, count: int, **table: Any) -> tuple[torch.Tensor, list[float], int]:
     """The weights at the end, the seconds of each round, and how many clients trained at a time."""
-    server = {"rounds": count, "cohort": COHORT}
+    server = {"rounds": count, "cohort": federation.clients}
     split = {"name": "given", "clients": federation.clients}
     local = {"epochs": 1, "batch": 50, "lr": 0.05, "momentum": 0.9}
     recipe = validated({"split": split, "server": server, "local": local, "evaluation": {"measures": []}, **table})
@@ -43,7 +45,7 @@ def rounds(federation: Federation, count: int, **table: Any) -> tuple[torch.Tens
     with closing(start_engine(problem, state)) as engine:
         for _ in range(count):
             begun = time.perf_counter()
-            state, report = conduct(problem, state, engine, range(COHORT))
+            state, report = conduct(problem, state, engine, range(federation.clients))
             float(state.weights.sum())  # wait for the device
             seconds.append(time.perf_counter() - begun)
             if report.refused:
@@ -56,33 +58,36 @@ def agreement(device: str) -> dict[str, Any]:
     federation = federate("digits", "dirichlet", COHORT, alpha=0.5, seed=0)
     precision = "float32" if device == "mps" else "float64"
     found: dict[str, Any] = {}
-    for method in CATALOGUE:
-        ends = []
+    cases = {method: (method, {"device": device}) for method in CATALOGUE}
+    if device == "cuda":
+        cases["fedavg, graphs"] = "fedavg", {"device": device, "graph": True}
+    for case, (method, there) in cases.items():
+        engines = {"device": "cpu", "name": "inline"}, there
         try:
-            for where in ("cpu", device):
-                engine = {"device": where, "name": "inline"} if where == "cpu" else {"device": where}
-                ends.append(rounds(federation, 2, method=method, precision=precision, engine=engine)[0])
-            found[method] = float((ends[0] - ends[1]).norm() / ends[0].norm())
+            here, far = (rounds(federation, 2, method=method, precision=precision, engine=each)[0] for each in engines)
+            found[case] = float((here - far).norm() / here.norm())
         except Exception as error:  # the report shall name every failure
-            found[method] = f"{type(error).__name__}: {error}"
+            found[case] = f"{type(error).__name__}: {error}"
     return found
 
 
 def speeds(device: str, count: int) -> list[dict[str, Any]]:
-    """Samples per second of each network and precision, on the processor and on the device."""
+    """Samples per second of each network and precision, on the processor and on the device, there with graphs too."""
     chance = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (COHORT * SAMPLES, 3, 32, 32), generator=chance, dtype=torch.uint8)
+    images = torch.randint(0, 256, (CLIENTS * SAMPLES, 3, 32, 32), generator=chance, dtype=torch.uint8)
     samples = Samples(images, torch.randint(0, 10, (len(images),), generator=chance))
     data = Dataset("random", samples, Samples(images[:1], samples.labels[:1]), 10, (0.5,), (0.25,))
-    federation = federate(data, "iid", COHORT)
+    federation = federate(data, "iid", CLIENTS)
+    settings = [("cpu", "float32", False), (device, "float32", False), (device, "bf16", False)]
+    settings += [(device, "float32", True)] if device == "cuda" else []
     rows = []
     for model in NETWORKS:
-        for where, precision in (("cpu", "float32"), (device, "float32"), (device, "bf16")):
-            row = {"model": model, "device": where, "precision": precision}
-            table = {"model": {"name": model}, "precision": precision, "engine": {"device": where}}
+        for where, precision, graph in settings:
+            row = {"model": model, "device": where, "precision": precision, "graphs": graph}
+            table = {"model": {"name": model}, "precision": precision, "engine": {"device": where, "graph": graph}}
             try:
                 _, seconds, group = rounds(federation, count, **table)
-                row |= {"samples_per_second": COHORT * SAMPLES / median(seconds[1:]), "clients_at_a_time": group}
+                row |= {"samples_per_second": CLIENTS * SAMPLES / median(seconds[1:]), "clients_at_a_time": group}
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}"
             rows.append(row)
@@ -105,7 +110,8 @@ def main() -> int:
     print("\n| model | device | precision | samples/s | clients at a time |\n|---|---|---|---|---|")
     for row in rows:
         shown = row.get("failed") or f"{row['samples_per_second']:,.0f} | {row['clients_at_a_time']}"
-        print(f"| {row['model']} | {row['device']} | {row['precision']} | {shown} |")
+        where = f"{row['device']}, graphs" if row["graphs"] else row["device"]
+        print(f"| {row['model']} | {where} | {row['precision']} | {shown} |")
     return 1 if any(isinstance(far, str) for far in apart.values()) or any("failed" in row for row in rows) else 0
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from contenders.processes import adopt, descendants, end_family
 from platformdirs import user_cache_path
 
 Run = dict[str, Any]
@@ -84,13 +85,22 @@ def write_spec(folder: str, name: str, rounds: int, options: argparse.Namespace)
     return Path(done.stdout.strip())
 
 
-def compete(name: str, python: str, spec: Path) -> Run | None:
-    """One run of one contender: its line of JSON, or None with its last words shown."""
+def compete(name: str, python: str, spec: Path, patience: float) -> Run | None:
+    """One run of one contender: its line of JSON, or None with its last words shown. It has `patience` seconds."""
     # A framework must have all cores, and decide itself how many threads it takes.
     surroundings = {key: value for key, value in os.environ.items() if key not in THREADS}
     script, options = (name, []) if name in CONTENDERS else ("ours", [VARIANTS[name]])
     command = [python, SCRIPTS / f"{script}.py", spec, *options]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=surroundings)
+    others = descendants()
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", env=surroundings, timeout=patience
+        )
+    except subprocess.TimeoutExpired as late:
+        end_family(spared=others)  # also processes that outlive the one that was started
+        words = (late.stderr or b"").decode(errors="replace")
+        print(f"{name} failed: no end within {patience:.0f} s\n{words[-2000:]}", file=sys.stderr, flush=True)
+        return None
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"contender"')]
     if done.returncode or not lines:
         print(f"{name} failed:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
@@ -104,7 +114,7 @@ def agree(folder: str, models: Iterable[str], pythons: Mapping[str, str], option
     for name in (CHECKS[model] for model in dict.fromkeys(models)):
         spec = write_spec(folder, name, 2, options)
         field = [c for c in FIELDS.get(name, CONTENDERS) if c in pythons]
-        found = {c: compete(c, pythons[c], spec) for c in field if c in CONTENDERS}
+        found = {c: compete(c, pythons[c], spec, options.timeout) for c in field if c in CONTENDERS}
         losses = {c: run["loss_after_first_round"] for c, run in found.items() if run}
         apart = max(losses.values()) / min(losses.values()) - 1
         lines.append(f"{name}: {len(losses)} contenders, losses after one round within {apart:.0e} of each other")
@@ -256,6 +266,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=(*CONTENDERS, *VARIANTS), default=(*CONTENDERS, *VARIANTS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="processes of ours, actors of Flower")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds after which a run has failed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--python", nargs="+", default=[], metavar="NAME=PATH", help="a contender's interpreter")
     parser.add_argument("--out", type=Path, default=Path("engine.md"))
@@ -272,6 +283,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
+    adopt()
     runs: list[Run] = []
     peaks: list[float] = []
     failed = False
@@ -286,7 +298,7 @@ def main() -> int:
                 for name, python in pythons.items():
                     if name not in FIELDS.get(spec.stem, CONTENDERS):
                         continue
-                    run = compete(name, python, spec)
+                    run = compete(name, python, spec, options.timeout)
                     failed |= run is None
                     if run:
                         runs.append({**run, "turn": turn})

@@ -26,6 +26,8 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
+REGISTERING = 300.0  # seconds until all nodes must be registered; with 1,000 a whole first round took 11
+
 
 @cache
 def prepared(path: str) -> tuple[Job, list[TensorDataset]]:
@@ -57,7 +59,10 @@ class Named(FedAvg):
 
     def wait_for(self, count: int, grid: Grid) -> None:
         """Wait until all nodes are registered, which happens one by one."""
+        deadline = time.monotonic() + REGISTERING
         while len(nodes := sorted(grid.get_node_ids())) < count:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"only {len(nodes)} of {count} nodes were registered within {REGISTERING:.0f} s")
             time.sleep(0.1)
         self._nodes = nodes
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,15 +41,19 @@ def adopt() -> None:
     ctypes.CDLL(None).prctl(ADOPT, 1, 0, 0, 0)
 
 
-def end_family() -> None:
-    """End all that descend from this process."""
-    while family := _family(os.getpid()) - {str(os.getpid())}:
+def descendants() -> set[str]:
+    """All processes that descend from this one."""
+    return _family(os.getpid()) - {str(os.getpid())}
+
+
+def end_family(spared: Collection[str] = ()) -> None:
+    """End all that descend from this process, except for those named."""
+    while family := descendants() - {*spared}:
         for process in family:
             with suppress(ProcessLookupError):
                 os.kill(int(process), signal.SIGKILL)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, 0)[0]:
-                pass
+            with suppress(ChildProcessError):  # a grandchild; it becomes a child when its parent is gone
+                os.waitpid(int(process), 0)
 
 
 def cpu_seconds() -> float:

@@ -32,6 +32,7 @@ def imagined(monkeypatch):
     """A federation on the meta device; what would read a number or has no kernel there is left out."""
     monkeypatch.setattr(Notes, "means", lambda self: {"loss": 0.0})
     monkeypatch.setattr(sgd, "descend", descend)
+    monkeypatch.setattr(sgd, "DEVICES", ("meta",))
     samples, dataset = Samples.__new__(Samples), Dataset.__new__(Dataset)
     images, labels = torch.empty(24, 3, 8, 8, dtype=torch.uint8, device="meta"), torch.empty(24, device="meta").long()
     vars(samples).update(inputs=images, labels=labels, groups=None)

@@ -26,6 +26,8 @@ from fedflat.engine.store import Scratch, Tables
 from fedflat.errors import RunError, TrainingError
 from fedflat.methods.parser import parse
 from fedflat.methods.uploads import Upload, collect
+from fedflat.models import blocks, winograd
+from fedflat.models.blocks import Convolution
 from fedflat.models.vector import Network
 from fedflat.recipe import Evaluation, Local, Server
 from fedflat.rounds.client import Worker
@@ -62,6 +64,23 @@ def test_convolutions_and_augmentation_do_not_change_a_bit_either(digits):
         net.load_state_dict(start)
         prints.append(fingerprint(train(federation, net, "fedsam", rounds=2, cohort=6, **engine)))
     assert prints[0] == prints[1]
+
+
+def test_nor_do_convolutions_by_winograds_algorithm(digits, monkeypatch):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), Convolution(64, 64, 3, padding=1), nn.ReLU(),
+            nn.Flatten(), nn.Linear(1024, 10),
+        )  # fmt: skip
+
+    settings = dict(method="fedsam", rounds=2, cohort=4, steps=3, batch=10)
+    pooled = [train(digits, net(), **settings, engine="pool", workers=n) for n in (1, 2)]
+    calls = []
+    monkeypatch.setattr(blocks, "convolve", lambda *given: calls.append(given) or winograd.convolve(*given))
+    inline = train(digits, net(), **settings, engine="inline")
+    assert calls
+    assert [fingerprint(run) for run in pooled] == [fingerprint(inline)] * 2
 
 
 def test_bernoulli_cohorts_of_any_size_fit_the_pool(digits):

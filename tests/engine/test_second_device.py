@@ -23,7 +23,9 @@ SECOND = Path(__file__).parent / "second"
 STEPS = ["fedavg", "fedsam", "looksam", "fedasam", "fedsmoo", "fedsol", "man", "moon", "scaffold", "fedadamw", "muon"]
 CASES = ["device", "dropout", "grouped", "augmented", "resumed", "adapters", "flat", *CATALOGUE]
 CASES += [f"waits {method}" for method in STEPS]
-CASES += [f"waits together {method}" for method in ("fedavg", "fedsam", "fedsmoo")]
+CASES += [f"waits together {method}" for method in ("fedavg", "fedsam", "fedsmoo", "fedavg + man(0.0)")]
+CASES += [f"{kernel}.__call__" for kernel in ("ChainStep", "ChainGradient", "DirectStep", "FusedUpdate")]
+CASES += ["Rows.descend", "Rows.gradient", "HeadPass.at_head"]
 CASES += [f"personal {how}" for how in ("finetune", "perfedavg", "knn", "local")]
 
 

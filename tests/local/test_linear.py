@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedflat import train
+from fedflat.local import definition_only
 from fedflat.local.kernels.linear import Chain, linear_layers
 from fedflat.models.vector import Network
 
@@ -79,9 +80,13 @@ def test_every_method_may_use_it(digits, method, monkeypatch):
     settings = dict(
         model="mlp", rounds=2, cohort=4, batch=16, momentum=0.9, weight_decay=1e-3, engine="inline", precision="float64"
     )
+    calls, gradient = [], Chain.gradient
+    monkeypatch.setattr(Chain, "gradient", lambda *given: calls.append(given) or gradient(*given))
+    with definition_only():
+        by_autograd = train(digits, method=method, **settings)
+    assert not calls
     by_hand = train(digits, method=method, **settings)
-    monkeypatch.setattr(Chain, "of", lambda network: None)
-    by_autograd = train(digits, method=method, **settings)
+    assert calls
     losses = [[record["local_loss"] for record in run.history] for run in (by_hand, by_autograd)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     for one, other in zip(by_hand.model.parameters(), by_autograd.model.parameters(), strict=True):

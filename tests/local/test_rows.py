@@ -89,7 +89,7 @@ def test_a_client_whose_last_batch_has_one_sample_still_trains(lr, bias):
     shares = torch.tensor([[1.0, 0, 0, 0], [0.25] * 4], dtype=torch.float64)
     network = Network(module, torch.float64)
     start, rules = network.weights.clone(), [LocalRule(lr, 1, momentum=0.5)] * 2
-    single, full = train_together(network, start, rules, [(inputs, labels, shares)])
+    single, full = train_together(network, start, rules, [((inputs, labels, shares), [1, 4])])
     expected = F.cross_entropy(module(inputs[0, :1]), labels[0, :1]).detach()
     assert single.loss == pytest.approx(float(expected))
     assert bool(single.delta.any()) == bool(full.delta.any()) == (lr > 0)
@@ -103,7 +103,7 @@ def test_every_decay_of_a_plain_step_counts_and_so_does_a_group_of_one(clients):
     start = network.weights.clone()
     rule = ActivationNorm(0.0).plan(LocalRule(0.1, 1, decay=0.3, weight_decay=0.2), {"weights": start}, {})
     shares = torch.full((clients, 4), 0.25, dtype=torch.float64)
-    together = train_together(network, start, [rule] * clients, [(inputs, labels, shares)])
+    together = train_together(network, start, [rule] * clients, [((inputs, labels, shares), [4] * clients)])
     for outcome, x, y in zip(together, inputs, labels, strict=True):
         one = train_alone(network, start, rule, [(x, y)], F.cross_entropy)
         torch.testing.assert_close(outcome.delta, one.delta, rtol=1e-12, atol=1e-14)
@@ -122,9 +122,10 @@ def test_what_an_ascent_carries_stands_still_once_its_client_has_finished():
     rules = [LocalRule(0.1, n).with_ascent(Adding(), sum=torch.zeros_like(start)) for n in steps]
     inputs, labels = torch.randn(4, 3, 5, 2, dtype=torch.float64), torch.randint(2, (4, 3, 5))
     shares = [[[0.2 * (k < n)] * 5 for n in steps] for k in range(4)]
-    batches = list(zip(inputs, labels, torch.tensor(shares, dtype=torch.float64), strict=True))
+    sizes = [[5 * (k < n) for n in steps] for k in range(4)]
+    batches = list(zip(zip(inputs, labels, torch.tensor(shares, dtype=torch.float64), strict=True), sizes, strict=True))
     for i, (rule, outcome) in enumerate(zip(rules, train_together(network, start, rules, batches), strict=True)):
-        own = [(x[i], y[i]) for x, y, _ in batches[: rule.steps]]
+        own = [(x[i], y[i]) for (x, y, _), _ in batches[: rule.steps]]
         alone = train_alone(network, start, rule, own, F.cross_entropy)
         torch.testing.assert_close(outcome.carry["sum"], alone.carry["sum"], rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(outcome.delta, alone.delta, rtol=1e-12, atol=1e-14)
@@ -140,7 +141,7 @@ def test_a_group_trains_in_training_mode():
     network = Network(nn.Sequential(nn.Tanh(), Asked(2, 2)), torch.float64)
     network.module.eval()
     batch = torch.randn(2, 3, 2, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3) / 3
-    outcomes = train_together(network, network.weights.clone(), [LocalRule(0.1, 1)] * 2, [batch])
+    outcomes = train_together(network, network.weights.clone(), [LocalRule(0.1, 1)] * 2, [(batch, [3, 3])])
     assert all(bool(outcome.delta.any()) for outcome in outcomes)
 
 

@@ -14,34 +14,59 @@ from fedflat.models import winograd
 from fedflat.models.blocks import Convolution
 
 
+@pytest.fixture
+def forms(monkeypatch):
+    """How each convolution of maps with four channels was computed.
+
+    A linear layer shows as the number of positions and of taps, torch's convolution as the format of the maps.
+    """
+    found, linear, usual = [], F.linear, nn.Conv2d.forward
+
+    def layer(x, weight, bias):
+        found.append((x[0].numel() // weight.shape[1], weight.shape[1] // 4))
+        return linear(x, weight, bias)
+
+    def convolution(self, x):
+        found.append("converted" if x.is_contiguous() else "usual")
+        return usual(self, x)
+
+    monkeypatch.setattr(F, "linear", layer)
+    monkeypatch.setattr(nn.Conv2d, "forward", convolution)
+    return found
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    ("size", "stride", "padding", "image"),
+    ("size", "stride", "padding", "image", "form"),
     [
-        (3, 1, 1, (1, 1)),  # one tap of nine meets the pixel
-        (2, 2, 1, (1, 1)),  # a tap at the edge
-        (3, 2, 1, (2, 2)),  # one position, four taps
-        (3, 2, 1, (1, 2)),
-        (3, 1, 0, (3, 3)),  # one position, all taps
-        (1, 2, 0, (2, 2)),  # one position, pixels that no tap meets
-        (5, 4, 2, (2, 4)),
-        (3, 1, 1, (2, 2)),  # four positions
-        (3, 1, 1, (1, 2)),
-        (3, 2, 1, (4, 3)),
-        (1, 2, 0, (3, 4)),  # four positions, pixels that no tap meets
-        (3, 1, 1, (2, 3)),  # six positions, more weights than inputs
-        (3, 1, 1, (9, 9)),  # the usual form
-        (3, 2, 1, (3, 3)),
+        (3, 1, 1, (1, 1), (1, 1)),  # one tap of nine meets the pixel
+        (2, 2, 1, (1, 1), (1, 1)),  # a tap at the edge
+        (3, 2, 1, (2, 2), (1, 9)),  # one position, four taps
+        (3, 2, 1, (1, 2), (1, 9)),
+        (3, 1, 0, (3, 3), (1, 9)),  # one position, all taps
+        (1, 2, 0, (2, 2), (1, 1)),  # one position, pixels that no tap meets
+        (5, 4, 2, (2, 4), (1, 25)),
+        (3, 1, 1, (2, 2), (4, 9)),  # four positions
+        (3, 1, 1, (1, 2), (2, 9)),
+        (3, 2, 1, (4, 3), (4, 9)),
+        (3, 2, 1, (3, 3), (4, 9)),
+        (1, 2, 0, (3, 4), (4, 1)),  # four positions, pixels that no tap meets
+        (3, 1, 1, (2, 3), "converted"),  # six positions, more weights than inputs
+        (3, 1, 1, (9, 9), "usual"),
     ],
 )
-def test_convolution_is_torchs_with_its_first_and_second_derivatives(size, stride, padding, image, bias, layout):
+def test_convolution_is_torchs_with_its_first_and_second_derivatives(
+    size, stride, padding, image, form, bias, layout, forms
+):
     torch.manual_seed(0)
-    ours = Convolution(4, 30, size, stride, padding, bias).double()
-    plain = nn.Conv2d(4, 30, size, stride, padding, bias=bias).double()
+    ours = Convolution(4, 40, size, stride, padding, bias).double()
+    plain = nn.Conv2d(4, 40, size, stride, padding, bias=bias).double()
     plain.load_state_dict(ours.state_dict())
     x = torch.randn(3, 4, *image, dtype=torch.float64).to(memory_format=layout)
-    for mine, theirs in zip(_derivatives(ours, x), _derivatives(plain, x), strict=True):
+    found = _derivatives(ours, x)
+    assert forms == [form if form != "usual" or layout is torch.channels_last else "converted"]
+    for mine, theirs in zip(found, _derivatives(plain, x), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
 
 

@@ -245,11 +245,11 @@ class Federation:
 
     def batches_together(
         self, clients: Sequence[int], size: int, steps: Sequence[int], orders: Sequence[torch.Generator | None]
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the batches of several clients without augmentation: inputs, labels and shares.
+    ) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], list[int]]]:
+        """Yield the batches of several clients without augmentation: (inputs, labels, shares), and each client's n.
 
-        Each has the shape (clients, samples, …). The share of a sample is 1/n in a batch of n samples. Padding of
-        short batches, and batches of clients that have no more steps, have share 0.
+        The tensors have the shape (clients, samples, …). The share of a sample is 1/n in a batch of n samples. The
+        padding after them, and batches of clients that have no more steps (n = 0), have share 0.
 
         Args:
             clients: the clients.
@@ -267,10 +267,11 @@ class Federation:
         shares = here.to(self.dtype) / lengths.clamp(min=1)
         shares = shares.to(self.dataset.train.inputs.device)
         block = len(clients) * max(1, self._block // (len(clients) * indices.shape[1]))
-        for some, theirs in zip(indices.split(block), shares.split(block), strict=True):
+        for some, theirs, counts in zip(indices.split(block), shares.split(block), lengths.split(block), strict=True):
             inputs, labels = self.batch(some.flatten(), None)
             shape = (-1, len(clients), some.shape[1])
-            yield from zip(inputs.unflatten(0, shape), labels.view(shape), theirs.view(shape), strict=True)
+            batches = zip(inputs.unflatten(0, shape), labels.view(shape), theirs.view(shape), strict=True)
+            yield from zip(batches, counts.view(shape[:2]).tolist(), strict=True)
 
     def batch(self, indices: Tensor, chance: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Return the inputs and labels of training samples, normalised and optionally augmented.

@@ -1,7 +1,8 @@
 // The smallest second device: the host's memory under another name, for tests.
 //
 // Every operation runs on the CPU's kernels (PyTorch's fallback for new backends), but first its arguments must be on
-// this device, as on a real one. The device has a generator of its own and counts how often the host waits for a number.
+// this device, as on a real one. The device has a generator of its own and counts how often the host waits for a number,
+// also for the size of an operation's result.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -136,8 +137,23 @@ void refuse_others(const c10::OperatorHandle& op, const torch::jit::Stack& stack
   }
 }
 
+// Whether CUDA's host would wait in this operation, because values decide the size of its result. Not complete. Reading
+// at a mask calls `nonzero`.
+bool sized_by_values(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  static const std::set<std::string> ALWAYS = {"aten::nonzero", "aten::masked_select", "aten::equal", "aten::bincount",
+                                               "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"};
+  if (ALWAYS.count(op.schema().name())) return true;
+  if (op.schema().name() != "aten::_index_put_impl_") return false;
+  auto arguments = torch::jit::last(stack, op.schema().arguments().size());
+  if (arguments[2].toTensor().numel() == 1) return false;  // one number fills a mask
+  for (const auto& index : arguments[1].toListRef())
+    if (index.isTensor() && index.toTensor().scalar_type() == at::kBool) return true;
+  return false;
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   refuse_others(op, *stack);
+  if (!falling_back && sized_by_values(op, *stack)) ++waits;
   at::Generator usual = at::detail::getDefaultCPUGenerator();
   bool random = false;
   for (auto tag : op.getTags()) random = random || tag == at::Tag::nondeterministic_seeded;

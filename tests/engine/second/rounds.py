@@ -10,7 +10,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,10 @@ from torch import nn
 from fedflat import Augment, Federation, federate
 from fedflat.engine.inline import Inline
 from fedflat.flatness import look
-from fedflat.local.kernels import definition_only
+from fedflat.local.kernels import definition_only, sgd
+from fedflat.local.kernels.head import HeadPass
+from fedflat.local.kernels.linear import ChainGradient, ChainStep, Rows
+from fedflat.local.kernels.sgd import DirectStep, FusedUpdate
 from fedflat.methods.catalogue import CATALOGUE
 from fedflat.methods.parser import parse
 from fedflat.models import lora
@@ -67,8 +70,14 @@ def net(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(*body, *masks, nn.Linear(72, 10))
 
 
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+
+
 def problem(federation: Federation, method: str, device: str, steps: int = 2, **settings) -> Problem:
-    local = Local(steps=steps, batch=6, lr=0.1, momentum=0.5, weight_decay=1e-3, clip=1.0)
+    tuned = {name: settings.pop(name, usual) for name, usual in (("momentum", 0.5), ("clip", 1.0))}
+    local = Local(steps=steps, batch=6, lr=0.1, weight_decay=1e-3, **tuned)
     dropout = settings.pop("dropout", 0.0)
     network = Network(settings.pop("build", lambda: net(dropout))(), torch.float64, device)
     return Problem.of(federation.to(torch.float64, device), network, parse(method), local, **settings)
@@ -110,6 +119,24 @@ def grouped(federation: Federation) -> None:
     with shared_steps() as sizes:
         compared(federation, "fedsmoo", group=3)
     assert sizes == [3, 3], "on the device; the CPU took the definition"
+
+
+@contextmanager
+def called(owner: type, name: str) -> Iterator[list[bool]]:
+    """One entry for each call of a class's function."""
+    calls: list[bool] = []
+    function = getattr(owner, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, lambda *a: calls.append(True) or function(*a))
+        yield calls
+
+
+def kernel(federation: Federation, owner: type, function: str, method: str, **settings) -> None:
+    """A kernel that CUDA takes runs on the device, computes the definition, and does not wait."""
+    with called(owner, function) as calls:
+        compared(federation, method, **settings)
+        assert calls
+        waits(federation, method, **settings)
 
 
 def personal(federation: Federation, how: str) -> None:
@@ -158,11 +185,11 @@ def flat(federation: Federation) -> None:
     assert str(there) == str(here)
 
 
-def waits(federation: Federation, method: str, group: int = 1) -> None:
+def waits(federation: Federation, method: str, group: int = 1, **settings) -> None:
     """More local steps do not make the host wait more often."""
     counts = []
     for steps in (2, 5):
-        task = problem(federation, method, "second", steps=steps, group=group)
+        task = problem(federation, method, "second", steps=steps, group=group, **settings)
         before = torch.ops.second.waits()
         with shared_steps() as sizes:
             two_rounds(task)
@@ -184,6 +211,13 @@ def dropout(federation: Federation) -> None:
     assert not torch.equal(first[0], two_rounds(problem(federation, "fedavg", "second"))[0])
 
 
+def waits_of(function: Callable[[], object]) -> int:
+    """How often the host waits for the device in a call."""
+    before = torch.ops.second.waits()
+    function()
+    return torch.ops.second.waits() - before
+
+
 def refusals() -> None:
     """The device itself: it refuses what a real one refuses."""
     here, there = torch.ones(3), torch.ones(3, device="second")
@@ -196,20 +230,41 @@ def refusals() -> None:
     ):
         with pytest.raises(RuntimeError, match="device"):
             wrong()
-    before = torch.ops.second.waits()
-    assert float((there * 2 + there.sum()).sum()) == 15.0 and torch.ops.second.waits() == before + 1
+    assert waits_of(lambda: float((there * 2 + there.sum()).sum())) == 1
+    some, places = there > 0, there.long() - 1
+    for waiting in (
+        there.nonzero,
+        there.unique,
+        lambda: there[some],
+        lambda: there.masked_select(some),
+        lambda: there.index_put((some,), there),
+    ):
+        assert waits_of(waiting) == 1, "the size of the result is a number"
+    assert not waits_of(lambda: there[places].where(some, there).masked_fill(some, 0.0).index_put((places,), there))
 
 
 # One for each kind of local step; those that decide by a number in every step (fedgf, top_eigenvalue, …) must wait.
 STEPS = ["fedavg", "fedsam", "looksam", "fedasam", "fedsmoo", "fedsol", "man", "moon", "scaffold", "fedadamw", "muon"]
 
-TOGETHER = ["fedavg", "fedsam", "fedsmoo"]
+TOGETHER = ["fedavg", "fedsam", "fedsmoo", "fedavg + man(0.0)"]  # the last one only watches its term
+
+# For each function of a kernel a local step that CUDA takes by it.
+KERNELS = {
+    (ChainStep, "__call__"): {"method": "fedavg", "build": mlp, "momentum": 0.0, "clip": 0.0},
+    (ChainGradient, "__call__"): {"method": "fedsam", "build": mlp},
+    (Rows, "descend"): {"method": "fedavg", "build": mlp, "momentum": 0.0, "clip": 0.0, "group": 3},
+    (Rows, "gradient"): {"method": "fedsam", "build": mlp, "group": 3},
+    (HeadPass, "at_head"): {"method": "fedsol(scope='head')"},
+    (DirectStep, "__call__"): {"method": "fedavg", "clip": 0.0},
+    (FusedUpdate, "__call__"): {"method": "fedsam"},
+}
 PERSONAL = ["finetune", "perfedavg", "knn", "local"]
 
 
 def main() -> None:
     warnings.simplefilter("error", UserWarning)  # clients whose common steps fail train one by one
     register(sys.argv[1])
+    sgd.DEVICES += ("second",)  # as CUDA: torch has the fused kernel
     torch.set_num_threads(1)
     federation = federate("digits", "iid", 3, seed=1, limit=60)
     shaken = replace(federation, augment=Augment(crop=1, flip=0.5, cutout=2))
@@ -221,6 +276,8 @@ def main() -> None:
     cases["augmented"] = lambda: compared(shaken, "fedavg")
     cases |= {f"waits {m}": lambda m=m: waits(federation, m) for m in STEPS}
     cases |= {f"waits together {m}": lambda m=m: waits(federation, m, 3) for m in TOGETHER}
+    for (owner, function), how in KERNELS.items():
+        cases[f"{owner.__name__}.{function}"] = lambda o=owner, f=function, how=how: kernel(federation, o, f, **how)
     for name, case in cases.items():
         try:
             case()

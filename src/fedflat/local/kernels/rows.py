@@ -102,7 +102,7 @@ def mixes_samples(network: Network, weights: Tensor, inputs: Tensor) -> bool:
 
 
 def train_together(
-    network: Network, start: Tensor, rules: Sequence[LocalRule], batches: Iterable[RowBatch]
+    network: Network, start: Tensor, rules: Sequence[LocalRule], batches: Iterable[tuple[RowBatch, list[int]]]
 ) -> list[Outcome]:
     """Train several clients from their `start` with the cross-entropy, one step of all clients at a time.
 
@@ -110,7 +110,8 @@ def train_together(
         network: the network that all clients share.
         start: the initial weights, one vector for all clients or a row for each.
         rules: the rule of each client; `can_share` must be true for them.
-        batches: inputs, labels and sample weights of every step, with the client as the first dimension.
+        batches: inputs, labels and sample weights of every step, with the client as the first dimension, and the number
+            of samples of each client, after which its row is padding.
 
     Returns:
         One outcome per client, in the order of `rules`.
@@ -124,11 +125,11 @@ def train_together(
     update: FusedUpdate | None = None
     at_once = slope.chain if rule.plain else None
     watchers = [Watcher(network, r, F.cross_entropy) for r in rules] if rule.watched else []
-    for k, batch in enumerate(batches):
+    for k, (batch, sizes) in enumerate(batches):
         if k == 0 and FusedUpdate.fits(network, rule, F.cross_entropy, batch[1]):
             update = FusedUpdate(network, rule)
         slope.at(batch, [i for i, r in enumerate(rules) if r.steps <= k])
-        _watch(watchers, network, weights, batch)
+        _watch(watchers, network, weights, batch, sizes)
         still = _rows({WEIGHTS: weights, **carry}, slope.done)
         if at_once:
             slope.loss = at_once.descend(*batch, rule.lr, rule.decay + rule.weight_decay)
@@ -153,13 +154,14 @@ def train_together(
     ]
 
 
-def _watch(watchers: Sequence[Watcher], network: Network, weights: Tensor, batch: RowBatch) -> None:
+def _watch(
+    watchers: Sequence[Watcher], network: Network, weights: Tensor, batch: RowBatch, sizes: Sequence[int]
+) -> None:
     """Evaluate the watched terms of each client at its row, on the samples that are not padding."""
-    for watcher, row, inputs, labels, shares in zip(watchers, weights, *batch, strict=False):
-        own = shares > 0
-        if bool(own.any()):
+    for watcher, row, inputs, labels, size in zip(watchers, weights, *batch[:2], sizes, strict=False):
+        if size:
             network.load(row)
-            watcher.look((inputs[own], labels[own]))
+            watcher.look((inputs[:size], labels[:size]))
 
 
 def _stacked(rules: Sequence[LocalRule]) -> LocalRule:
