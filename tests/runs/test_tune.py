@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from multiprocessing import get_context
@@ -119,6 +121,38 @@ def test_a_search_that_was_killed_goes_on_to_the_same_bit(tmp_path):
                for line in (run / "metrics.jsonl").read_text().splitlines()]  # fmt: skip
     hours = json.loads((tmp_path / "killed" / "hours.json").read_text())
     assert hours == {"fedavg": pytest.approx(sum(seconds) / 3600, abs=1e-4)}
+
+
+def _timeless(run):
+    """The records of a run without the time that they took."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no kill -9")
+def test_a_command_that_was_killed_goes_on_to_the_same_files(tmp_path, capsys):
+    """Its runs are processes of their own, which outlive it; they and the next command do not disturb each other."""
+    plan = small(4, space=("local.lr=0.1,0.2",), trials=2, eta=2)
+    settings = [argument for text in (*SMALL, "server.rounds=4") for argument in ("--set", text)]
+    command = ["tune", "--method", "fedavg", "--space", "local.lr=0.1,0.2", "--trials", "2", "--eta", "2",
+               "--jobs", "2", "--final", "2", *settings, "--out", str(tmp_path / "killed")]  # fmt: skip
+    with subprocess.Popen([sys.executable, "-m", "fedflat", *command], stderr=subprocess.DEVNULL) as begun:
+        ends = time.monotonic() + 60
+        while not any((tmp_path / "killed").glob("fedavg*/metrics.jsonl")) and time.monotonic() < ends:
+            time.sleep(0.02)
+        begun.kill()
+    assert not (tmp_path / "killed" / "tuned.json").exists() and begun.returncode == -signal.SIGKILL
+    app(command, standalone_mode=False)
+    found = search(plan, tmp_path / "whole", here)
+    runs = [run.name for run in (tmp_path / "whole").glob("fedavg*")]
+    assert sorted(runs) == sorted(run.name for run in (tmp_path / "killed").glob("fedavg*")) and len(runs) == 2
+    for name in runs:
+        whole, killed = tmp_path / "whole" / name, tmp_path / "killed" / name
+        assert _timeless(killed) == _timeless(whole)
+        assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    for name in ("search.json", "tuned.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert (tmp_path / "killed" / "tuned.toml").read_text() == final_sweep(plan, found, 2)
 
 
 def test_every_method_is_given_the_same_and_the_table_says_what_it_used(tmp_path):
