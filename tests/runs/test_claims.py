@@ -114,14 +114,60 @@ def test_a_better_an_equal_and_a_worse_method_on_a_real_federation(bench, eviden
     assert judged(written(CLAIM), Evidence()).verdict == "not run yet"
     better = judged(written(CLAIM), evidence)
     assert better.verdict == "holds" and better.runs == better.known == 6 and better.effects[0].finding.seeds == 3
-    worse = changed(direction='"lower"')
+    worse = changed(of='{ method = "fedavg", rate = "tiny" }', against='{ method = "fedavg", rate = "usual" }')
     assert judged(written(worse), evidence).verdict == "does not hold"
+    assert judged(written(changed(direction='"lower"')), evidence).verdict == "does not hold"
     equal = changed(of='{ method = "fedprox(0.0)", rate = "usual" }', against='{ method = "fedavg", rate = "usual" }')
     assert judged(written(equal), evidence).word == "undecided"
     # FedProx with μ = 0 is FedAvg to the bit: no number of seeds could tell them apart.
     assert "more than 1,000" in judged(written(equal), evidence).verdict
     nearly = judged(written(equal + "\nbound = -0.01"), evidence)
     assert nearly.verdict == "holds", "equal is no loss beyond a margin"
+
+
+def test_a_method_that_is_equal_but_for_chance_is_undecided(bench, tmp_path):
+    """After one round, cohorts that other authors draw are as good as ours: the split makes all clients alike."""
+    folder, written = bench
+    text = STUDY.replace("rounds = 2", "rounds = 1").replace('["fedavg", "fedprox(0.0)"]', '["fedavg"]')
+    path = folder / "studies" / "rates.toml"
+    path.write_text(text.replace("set = { local.lr = 1e-6 }", 'set = { local.lr = 0.2, server.draws = "fedsol" }'))
+    study, known = load_sweep(path), Evidence()
+    for point in study.points:
+        execute(prepare(point.recipe), tmp_path / point.slug)
+        save_result(tmp_path / point.slug, point, study.scale, [])
+    known.gather(study, tmp_path)
+    state = judged(written(CLAIM), known)
+    assert len(set(state.effects[0].values)) == 3, "no two seeds agree"
+    assert state.word == "undecided"
+
+
+def test_pairing_removes_what_the_seeds_share_and_keeps_the_error_rates(bench):
+    """200 claims about five seeds that differ a hundred times as much as the methods within a seed."""
+    folder, written = bench
+    text = STUDY.replace("seed = [0, 1, 2]", "seed = [0, 1, 2, 3, 4]").replace(
+        '["fedavg", "fedprox(0.0)"]', '["fedavg"]'
+    )
+    (folder / "studies" / "rates.toml").write_text(text)
+    claim = load_claim(written(CLAIM))
+    studies = load_studies(claim, folder)
+    points = [(digest(point), point) for point in studies["rates"].points]
+    chance = np.random.default_rng(3)
+
+    def word(shift):
+        shared, own = chance.normal(0, 100, 5), iter(chance.normal(0, np.sqrt(0.5), 10))
+        rows = {
+            key: {"digest": key, "values": point.values, "curve": [], "metrics": {"accuracy_last": float(
+                shared[point.recipe.seed] + next(own) + shift * (point.values["rate"] == "usual")
+            )}}
+            for key, point in points
+        }  # fmt: skip
+        return state_of(claim, studies, Evidence({"rates": rows})).word
+
+    words = {shift: [word(shift) for _ in range(REPETITIONS)] for shift in (3.0, 0.0, -3.0)}
+    assert words[3.0].count("does not hold") == 0 == words[-3.0].count("holds")
+    assert min(words[3.0].count("holds"), words[-3.0].count("does not hold")) > 0.95 * REPETITIONS
+    wrong = [words[0.0].count(each) for each in ("holds", "does not hold")]
+    assert max(wrong) <= 12 and sum(wrong) >= 1
 
 
 def test_the_error_rates_are_what_the_interval_promises():
