@@ -293,7 +293,8 @@ def beside_best(state: State) -> list[Effect]:
     """How far the best measure of a ranking is above the others: the paired differences of the seeds' τ.
 
     The best is the measure, not a control, with the highest mean τ. The same seeds have chosen it, so its lead is
-    somewhat overestimated.
+    somewhat overestimated. No direction is claimed for a control: one whose interval is below 0 ranks the other way
+    round, and stands here as "minus" itself.
 
     Returns:
         The best measure, then an effect for each other measure and control: the best one's τ minus the other's, over
@@ -307,10 +308,13 @@ def beside_best(state: State) -> list[Effect]:
     own, found = dict(zip(best.seeds, best.values, strict=True)), [best]
     for other in ranked:
         if other is not best:
-            pairs = {seed: own[seed] - tau for seed, tau in zip(other.seeds, other.values, strict=True) if seed in own}
+            sign = -1 if other.control and other.finding.high < 0 else 1
+            name = other.name if sign > 0 else f"minus {other.name}"
+            theirs = zip(other.seeds, other.values, strict=True)
+            pairs = {seed: own[seed] - sign * tau for seed, tau in theirs if seed in own}
             values, step = tuple(pairs.values()), max(best.step, other.step)
             finding = judge(values, 0.0, "higher", step=step)
-            found.append(Effect(other.name, finding, 0.0, "higher", "τ", values, control=other.control, step=step))
+            found.append(Effect(name, finding, 0.0, "higher", "τ", values, control=other.control, step=step))
     return found
 
 
