@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from multiprocessing import get_context
 
 import numpy as np
@@ -354,12 +355,15 @@ def test_two_processes_do_not_search_in_one_directory(tmp_path):
         search(plan, tmp_path, another)
 
 
+NOWHERE = r"--optuna nowhere://x: cannot be opened \(" if find_spec("optuna") else "--optuna needs Optuna: pip install"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("--method", "fedsam({rho})", "--space", "rho=0.1,-1"), "rho"),
         (("--space", "local.lr=0.1,-1"), "lr"),
-        (("--space", "local.lr=0.1", "--optuna", "nowhere://x"), "--optuna"),
+        (("--space", "local.lr=0.1", "--optuna", "nowhere://x"), NOWHERE),
         (("--space", "local.lr=0.1", "--validation", "1"), "validation"),
     ],
 )
