@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedflat.report.method_pages import pages
-from fedflat.report.method_runs import studied
+from fedflat.report.method_runs import figures, studied
 
 FOLDER = Path(__file__).parents[2] / "docs" / "methods"
 
@@ -19,6 +19,14 @@ def test_every_run_stands_beside_its_papers_number():
     """Only the fixed radius has none: the paper shows it in a picture alone."""
     without = {(each.study, each.method) for each in studied() if not each.paper}
     assert without <= {("fashion-sol", "fedsol(rho=2.0, radius='fixed')")}
+
+
+def test_a_study_with_a_single_evaluation_has_its_row_without_a_figure():
+    """MAN's own network was evaluated after the last round only."""
+    page = (FOLDER / "man.md").read_text("utf-8")
+    assert "| fashion-lenet | `fedavg + man(0.15)` |" in page
+    assert "man-fashion-lenet.svg" not in page and "man-fashion-mlp.svg" in page
+    assert not any("fashion-lenet" in name for name in figures(studied()))
 
 
 @pytest.mark.parametrize(

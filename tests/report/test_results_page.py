@@ -1,6 +1,7 @@
 """docs/results.md is what the committed results say, to the byte, and so are its figures."""
 
 import io
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -8,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from fedflat.report.results_page import pages, states
+from fedflat.report.results_page import _searches, pages, states
 from fedflat.report.svg_plots import curves, forest, ticks
 from fedflat.report.verdicts import claim_list, effect_text, verdict_list
 from fedflat.runs import Effect
@@ -38,6 +39,31 @@ def test_every_claim_has_its_section_and_every_figure_is_shown(generated):
     shown = set(re.findall(r"\]\((figures/[^)]+)\)", page))
     drawn = {name for name in generated if name.startswith("figures/claims/")}
     assert shown == drawn | {"figures/shakespeare.png"}  # which benchmarks/shakespeare_curves.py draws
+
+
+def test_controls_are_shown_as_such_and_not_counted_among_the_parts(generated):
+    page = generated["results.md"]
+    for state in states():
+        if state.claim.ranking:
+            named, beside = state.claim.ranking.measures, state.claim.ranking.beside
+            held = sum(effect.finding.word == "holds" for effect in state.effects[: len(named)])
+            assert f"| **{state.verdict}** | {held} of {len(named)} |" in page
+            assert beside and all(f"\n| {name} (control) |" in page for name in beside)
+            assert not any(f"{name} (control)" in page for name in named)
+
+
+def test_the_hours_of_a_search_stand_in_its_table_where_they_are_known(tmp_path, monkeypatch):
+    (tmp_path / "tuning").mkdir()
+    trials = [{"method": "fedavg", "settings": {"local.lr": rate}, "scores": {"1": 0.5}} for rate in (0.1, 0.2)]
+    found = [{"method": "fedavg", "best": {"local.lr": 0.2}, "score": 0.5, "combinations": 2, "given": 2, "used": 2}]
+    (tmp_path / "tuning" / "mine.json").write_text(json.dumps([{**found[0], "trials": trials}]))
+    monkeypatch.setattr("fedflat.report.results_page.shipped_evidence", lambda: tmp_path)
+    assert "The hours of this search were not kept." in _searches()
+    (tmp_path / "tuning" / "mine.hours.json").write_text('{"fedavg": 1.234}')
+    lines = _searches()
+    assert "### mine" in lines and not any("mine.hours" in line or "not kept" in line for line in lines)
+    (row,) = (line for line in lines if line.startswith("| fedavg |"))
+    assert row.endswith("| local.lr: 0.1, 0.2 | local.lr = 0.2 (edge) | 0.5000 | 1.23 |")
 
 
 def test_figures_are_well_formed_and_hold_no_names_as_markup(generated):

@@ -1,10 +1,14 @@
 """Tuning: equal budgets, a planted optimum for a fraction of the grid, test samples never seen, and kill -9."""
 
 import json
+import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from multiprocessing import get_context
 
 import numpy as np
@@ -18,7 +22,20 @@ from fedflat.recipe import load
 from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.sweep import load_sweep
-from fedflat.runs.tune import Plan, final_sweep, promoted, read_space, rows, rungs, search, spent, to_optuna
+from fedflat.runs.tune import (
+    Plan,
+    Trial,
+    Tuned,
+    final_sweep,
+    promoted,
+    read_space,
+    rows,
+    rungs,
+    search,
+    spent,
+    to_optuna,
+    tuned_recipe,
+)
 
 SMALL = (
     "data.limit=300", 'model={name="mlp", hidden=[8]}', "split.clients=4", "split.alpha=1.0", "server.cohort=2",
@@ -101,6 +118,42 @@ def test_a_search_that_was_killed_goes_on_to_the_same_bit(tmp_path):
         other = tmp_path / "killed" / run.name
         assert (other / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
     assert (tmp_path / "killed" / "tuned.json").read_bytes() == (tmp_path / "whole" / "tuned.json").read_bytes()
+    seconds = [json.loads(line)["seconds"] for run in (tmp_path / "killed").glob("fedavg*")
+               for line in (run / "metrics.jsonl").read_text().splitlines()]  # fmt: skip
+    hours = json.loads((tmp_path / "killed" / "hours.json").read_text())
+    assert hours == {"fedavg": pytest.approx(sum(seconds) / 3600, abs=1e-4)}
+
+
+def _timeless(run):
+    """The records of a run without the time that they took."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no kill -9")
+def test_a_command_that_was_killed_goes_on_to_the_same_files(tmp_path, capsys):
+    """Its runs are processes of their own, which outlive it; they and the next command do not disturb each other."""
+    plan = small(4, space=("local.lr=0.1,0.2",), trials=2, eta=2)
+    settings = [argument for text in (*SMALL, "server.rounds=4") for argument in ("--set", text)]
+    command = ["tune", "--method", "fedavg", "--space", "local.lr=0.1,0.2", "--trials", "2", "--eta", "2",
+               "--jobs", "2", "--final", "2", *settings, "--out", str(tmp_path / "killed")]  # fmt: skip
+    with subprocess.Popen([sys.executable, "-m", "fedflat", *command], stderr=subprocess.DEVNULL) as begun:
+        ends = time.monotonic() + 60
+        while not any((tmp_path / "killed").glob("fedavg*/metrics.jsonl")) and time.monotonic() < ends:
+            time.sleep(0.02)
+        begun.kill()
+    assert not (tmp_path / "killed" / "tuned.json").exists() and begun.returncode == -signal.SIGKILL
+    app(command, standalone_mode=False)
+    found = search(plan, tmp_path / "whole", here)
+    runs = [run.name for run in (tmp_path / "whole").glob("fedavg*")]
+    assert sorted(runs) == sorted(run.name for run in (tmp_path / "killed").glob("fedavg*")) and len(runs) == 2
+    for name in runs:
+        whole, killed = tmp_path / "whole" / name, tmp_path / "killed" / name
+        assert _timeless(killed) == _timeless(whole)
+        assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    for name in ("search.json", "tuned.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert (tmp_path / "killed" / "tuned.toml").read_text() == final_sweep(plan, found, 2)
 
 
 def test_every_method_is_given_the_same_and_the_table_says_what_it_used(tmp_path):
@@ -119,6 +172,25 @@ def test_every_method_is_given_the_same_and_the_table_says_what_it_used(tmp_path
     assert {point.recipe.seed for point in sweep.points} == {0, 1, 2}, "the search had seeds from 10,000 on"
     assert all(point.recipe.evaluation.on == "test" for point in sweep.points)
     assert {p.recipe.local.lr for p in sweep.points if p.recipe.method == "fedavg"} == {average.best["local.lr"]}
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        'precision="float32","bf16"',
+        'model={name = "mlp", hidden = [4]},"lenet64"',
+        "admission.max_norm=inf,100.0",
+        'split.draws="fedflat","fedsol"',
+        "data.normalise=true,false",
+    ],
+)
+def test_tuned_settings_of_any_kind_reach_the_final_sweep(tmp_path, space):
+    plan = small(1, space=(space,), trials=2)
+    for settings in plan.space.grid("fedavg"):
+        (tmp_path / "final.toml").write_text(final_sweep(plan, [Tuned("fedavg", settings, 0.5, 2, 2, 2, [])], 1))
+        (point,) = load_sweep(tmp_path / "final.toml").points
+        asked = tuned_recipe(plan.recipe, "fedavg", settings, [{"server": {"rounds": 1}}])
+        assert point.recipe == asked, settings
 
 
 def test_the_search_never_sees_a_test_sample():
@@ -179,6 +251,12 @@ def test_stages_and_promotions():
         ((), ("local.rl=1,2",), "is not a field of a recipe"),
         (("fedsam({rho})",), ("local.lr=0.1",), r"\{rho\} has no values"),
         ((), ("local.lr=0.1,0.1",), "different values"),
+        ((), ("server.rounds=5,10",), r"--space server\.rounds: the search sets server\.rounds itself"),
+        ((), ("server={rounds = 5},{rounds = 10}",), r"--space server\.rounds: the search sets"),
+        ((), ("seed=0,1",), "--space seed: the search sets seed itself; choose it by --seeds"),
+        ((), ("evaluation.every=1,2",), r"--space evaluation\.every: the search sets evaluation itself"),
+        ((), ("method=fedavg,fedsam",), "--space method: the search sets method itself; choose it by --method"),
+        ((), ("method.rho=0.1,0.2",), r"--space method\.rho: the search sets method itself"),
         ((), ("missing.toml",), "cannot be read"),
     ],
 )
@@ -277,12 +355,15 @@ def test_two_processes_do_not_search_in_one_directory(tmp_path):
         search(plan, tmp_path, another)
 
 
+NOWHERE = r"--optuna nowhere://x: cannot be opened \(" if find_spec("optuna") else "--optuna needs Optuna: pip install"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("--method", "fedsam({rho})", "--space", "rho=0.1,-1"), "rho"),
         (("--space", "local.lr=0.1,-1"), "lr"),
-        (("--space", "local.lr=0.1", "--optuna", "nowhere://x"), "--optuna"),
+        (("--space", "local.lr=0.1", "--optuna", "nowhere://x"), NOWHERE),
         (("--space", "local.lr=0.1", "--validation", "1"), "validation"),
     ],
 )
@@ -302,6 +383,40 @@ def test_optuna_refuses_the_trials_of_another_space_in_one_sentence(tmp_path):
             to_optuna(plan, found, storage, "mine")
     with pytest.raises(RecipeError, match="cannot be written"):
         to_optuna(plan, found, storage, "mine")
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rate", [0.1, 0.2, 0.3])
+def test_a_score_that_is_not_finite_is_that_of_a_failed_trial(tmp_path, odd, rate):
+    """Wherever it stands in the grid: it is neither promoted nor the best, and it is not trained again."""
+    plan, trained = small(3, space=("local.lr=0.1,0.2,0.3",), trials=3), []
+
+    def scored(sweep, folder):
+        for point in sweep.points:
+            value = odd if point.recipe.local.lr == rate else 0.5
+            trained.append(point.slug)
+            (folder / point.slug).mkdir(exist_ok=True)
+            (folder / point.slug / "recipe.toml").write_text(point.recipe.to_toml())
+            records = ({"round": n + 1, "accuracy": value} for n in range(point.recipe.server.rounds))
+            (folder / point.slug / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+
+    (found,) = search(plan, tmp_path, scored)
+    assert found.best == {"local.lr": 0.2 if rate == 0.1 else 0.1} and found.score == 0.5
+    assert [trial.scores for trial in found.trials if trial.settings["local.lr"] == rate] == [{1: None}]
+    assert len(trained) == 4 and search(plan, tmp_path, scored) == [found] and len(trained) == 4
+    assert "1 failed" in rows([found])[0]["combinations"]
+
+
+def test_the_table_shows_the_values_that_were_tried_and_marks_a_best_one_at_their_edge():
+    def trial(rate, rho):
+        return Trial("fedsam({rho})", {"local.lr": rate, "rho": rho, "precision": "bf16"}, {1: 0.5})
+
+    trials = [trial(0.1, 0.02), trial(0.05, 0.1), trial(0.2, 0.02)]
+    (row,) = rows([Tuned("fedsam({rho})", trials[0].settings, 0.5, 12, 3, 3, trials)])
+    assert row["values tried"] == "local.lr: 0.05, 0.1, 0.2; rho: 0.02, 0.1; precision: bf16"
+    assert row["best settings"] == "local.lr = 0.1, rho = 0.02 (edge), precision = bf16"
+    (alone,) = rows([Tuned("fedavg", {"local.lr": 0.1}, 0.5, 1, 1, 1, [Trial("fedavg", {"local.lr": 0.1}, {1: 0.5})])])
+    assert alone["best settings"] == "local.lr = 0.1", "one value has no range"
 
 
 def test_the_table_counts_the_trials_that_failed(tmp_path):

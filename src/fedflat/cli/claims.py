@@ -82,18 +82,46 @@ def _refuse_unmeasured(states: "Sequence[State]", evidence: "Evidence") -> None:
     from fedflat.runs.claims.effect import DERIVED
 
     for state in states:
-        for part, effect in zip(state.claim.part, state.effects, strict=False):
+        what = "measure" if state.claim.ranking else "part"
+        for effect, (studies, asked) in zip(state.effects, _asked(state.claim), strict=True):
             if effect.left_out and not effect.finding.seeds:
-                rows = evidence.rows[state.claim.study_of(part)].values()
+                rows = [row for study in studies for row in evidence.rows.get(study, {}).values()]
                 columns = {*DERIVED, "rounds_to_target", *(name for row in rows for name in row["metrics"])}
-                asked = (part.quantity, part.against_quantity or part.quantity)
                 wrong = next((name for name in asked if name not in columns), None)
                 why = (
                     f"no run has the quantity {wrong}; {nearest(wrong, columns)}"
                     if wrong
                     else "no seed has both values"
                 )
-                raise RecipeError(f"{state.claim.name}: part {effect.name!r}: {why}")
+                raise RecipeError(f"{state.claim.name}: {what} {effect.name!r}: {why}")
+
+
+def _asked(claim: "Claim") -> list[tuple[list[str], tuple[str, str]]]:
+    """The studies of each effect, and the two columns that it needs."""
+    if claim.ranking:
+        named = (*claim.ranking.measures, *claim.ranking.beside)
+        return [(claim.ranking.studies, (name, claim.ranking.quantity)) for name in named]
+    return [([claim.study_of(part)], (part.quantity, part.against_quantity or part.quantity)) for part in claim.part]
+
+
+def _warn_of_added_seeds(chosen: Judged, evidence: "Evidence") -> None:
+    """Say so if a claim is about to get further seeds beside those that it has: it may be judged by fresh ones only."""
+    for claim, studies in chosen.values():
+        for study in studies.values():
+            points = claim.points(study)
+            begun = {point.recipe.seed for point in points if evidence.of(study, point)}
+            missing = {point.recipe.seed for point in evidence.missing(study, points)}
+            if (whole := begun - missing) and (new := missing - begun):
+                err.print(
+                    f"{claim.name}: {study.name} has results for seeds {_listed(whole)}, and {_listed(new)} are new; "
+                    "if you looked at the verdict before you added these, name the first ones as the claim's pilot",
+                    markup=False,
+                    highlight=False,
+                )
+
+
+def _listed(seeds: set[int]) -> str:
+    return ", ".join(map(str, sorted(seeds)))
 
 
 def _judged(chosen: Judged, evidence: "Evidence") -> "list[State]":
@@ -106,6 +134,7 @@ def _train(chosen: Judged, evidence: "Evidence", out_dir: Path, kept: Path, jobs
     """Train the missing runs, study by study, and keep their rows; return the logs of those that failed."""
     from fedflat.runs.sweep import refuse_other_settings
 
+    _warn_of_added_seeds(chosen, evidence)
     logs: list[str] = []
     for name, study in _studies(chosen).items():
         needed = [point for claim, studies in chosen.values() if name in studies for point in claim.points(study)]

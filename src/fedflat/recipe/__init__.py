@@ -12,7 +12,7 @@ from fedflat.recipe.reading import (
     read_text,
     stacked,
 )
-from fedflat.recipe.recipe import SECTIONS, Recipe, section_fields
+from fedflat.recipe.recipe import SECTIONS, Recipe, section_fields, toml
 from fedflat.recipe.section import Draws, Section
 from fedflat.recipe.settings import (
     Admission,
@@ -54,5 +54,6 @@ __all__ = [
     "read_text",
     "section_fields",
     "stacked",
+    "toml",
     "validated",
 ]

@@ -76,7 +76,7 @@ class Recipe(Section):
         {'method': '"feddyn"', 'local.lr': '0.05'}
         """
         mine, theirs = self._dotted(), other._dotted()
-        return {name: _toml(value) for name, value in mine.items() if value != theirs.get(name) and value is not None}
+        return {name: toml(value) for name, value in mine.items() if value != theirs.get(name) and value is not None}
 
     def _dotted(self) -> dict[str, Any]:
         table = self.model_dump()
@@ -101,14 +101,19 @@ def section_fields(section: str) -> dict[str, FieldInfo]:
 
 
 def _lines(table: Mapping[str, Any]) -> str:
-    return "".join(f"{key} = {_toml(value)}\n" for key, value in table.items() if value is not None)
+    return "".join(f"{key} = {toml(value)}\n" for key, value in table.items() if value is not None)
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
+    """Spell a value as TOML, in one line.
+
+    >>> toml({"name": "mlp", "hidden": [8], "scale": float("inf"), "bias": False})
+    '{name = "mlp", hidden = [8], scale = inf, bias = false}'
+    """
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items() if v is not None) + "}"
+        return "{" + ", ".join(f"{k} = {toml(v)}" for k, v in value.items() if v is not None) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml, value)) + "]"
     if (isinstance(value, float) and not math.isfinite(value)) or isinstance(value, date | time):
         return str(value)
     return json.dumps(value, ensure_ascii=False)

@@ -65,6 +65,11 @@ class Studied:
     def curves(self) -> list[list[tuple[int, float]]]:
         return [[(int(r), float(v)) for r, v in row["curve"]] for row in self.rows]
 
+    @property
+    def drawn(self) -> bool:
+        """Whether its runs have at least two evaluated rounds in common; a curve needs two."""
+        return len(set.intersection(*({round for round, _ in curve} for curve in self.curves))) > 1
+
 
 def page_of(method: str) -> str:
     """The name of the page that a method belongs to: that of the last part of a sum.
@@ -76,7 +81,7 @@ def page_of(method: str) -> str:
 
 
 def studied() -> list[Studied]:
-    """All methods of all studies that have results."""
+    """All methods of all studies that have results, but runs of a single round, which only time a step."""
     evidence, found, seen = Evidence.read([shipped_evidence()]), list[Studied](), set[str]()
     for claim in map(load_claim, shipped_claims()):
         for name, study in load_studies(claim).items():
@@ -86,7 +91,7 @@ def studied() -> list[Studied]:
             groups: dict[str, list[Row]] = {}
             for point in study.points:
                 row = evidence.of(study, point)
-                if row and len(row["curve"]) > 1 and isinstance(point.values.get("method"), str):
+                if row and row["curve"] and row["curve"][-1][0] > 1 and isinstance(point.values.get("method"), str):
                     groups.setdefault(point.values["method"], []).append(row)
             found += [Studied(name, method, rows, _printed(name, method, rows)) for method, rows in groups.items()]
     return found
@@ -164,16 +169,16 @@ def section(name: str, runs: Sequence[Studied]) -> list[str]:
     lines[-1] += " ([results](../results.md))."
     if any(each.method in ALIKE for each in mine):
         lines += ["Where our options are not the paper's, its number is still that of its own options."]
-    for study in dict.fromkeys(each.study for each in mine):
+    for study in dict.fromkeys(each.study for each in mine if each.drawn):
         lines += ["", f"![{name} in {study}](../figures/methods/{name}-{study}.svg)"]
     return [*lines, ""]
 
 
 def figures(runs: Sequence[Studied]) -> dict[str, str]:
-    """The curves of every method in every study beside FedAvg's, by path below docs."""
+    """The curves of every method in every study beside FedAvg's, by path below docs; a single evaluation has none."""
     found = {}
     for study in dict.fromkeys(each.study for each in runs):
-        here = [each for each in runs if each.study == study]
+        here = [each for each in runs if each.study == study and each.drawn]
         for name in dict.fromkeys(page_of(each.method) for each in here):
             lines = {each.method: each.curves for each in here if each.method == REFERENCE}
             lines |= {each.method: each.curves for each in here if page_of(each.method) == name}

@@ -5,6 +5,7 @@ python -m fedflat.report.results_page docs
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,12 @@ from pathlib import Path
 
 from fedflat.report.method_runs import figures, studied
 from fedflat.report.svg_plots import curves, forest
-from fedflat.report.verdicts import bound_text, effect_text, seeds_text
+from fedflat.report.verdicts import FRESH, bound_text, effect_text, seeds_text, undecided
 from fedflat.runs import (
     Effect,
     Evidence,
     State,
+    beside_best,
     load_claim,
     load_studies,
     read_tuned,
@@ -27,6 +29,7 @@ from fedflat.runs import (
 )
 
 FIGURES = "figures/claims"
+HOURS = ".hours.json"  # what `fedflat tune` writes as hours.json, beside a search's tuned.json under its name
 TEXT = """## Curves on text
 
 FedAvg, FedSAM, FedAvg + MAN and FedSMOO on Shakespeare by speaking role. The papers make no claim about it;
@@ -71,11 +74,13 @@ def page(found: Sequence[State]) -> str:
     """The whole page: a table of all claims, then a section for each."""
     lines = [HEAD, "## Verdicts", "", "| claim | verdict | parts that hold | runs | hours |", "|---|---|---|---|---|"]
     for state in found:
-        held = sum(effect.finding.word == "holds" for effect in state.effects)
+        held = sum(effect.finding.word == "holds" for effect in state.judged)
         link = f"[{state.claim.title}](#{state.claim.name})"
         runs = f"{state.known} of {state.runs}"
-        row = (link, f"**{state.verdict}**", f"{held} of {len(state.effects)}", runs, f"{state.hours:.2f}")
+        row = (link, f"**{state.verdict}**", f"{held} of {len(state.judged)}", runs, f"{state.hours:.2f}")
         lines.append(f"| {' | '.join(map(_cell, row))} |")
+    lines += ["", FRESH] if any(map(undecided, found)) else []
+    lines += ["", _hours()]
     for state in found:
         lines += ["", *_section(state)]
     lines += ["", *_searches(), *TEXT.splitlines(), "## The studies", ""]
@@ -100,21 +105,52 @@ def _section(state: State) -> list[str]:
     if not state.known:
         return [*lines, "", f"None of its {state.runs} runs has been made: `fedflat claims {claim.name}`."]
     lines += ["", f"![{claim.title}]({FIGURES}/{claim.name}.svg)", "", *_table(state.effects)]
-    return lines
+    return [*lines, *_best_measure(state)]
+
+
+def _best_measure(state: State) -> list[str]:
+    """Which measure of a ranking is the best, and how far it is above the others and the controls."""
+    found = beside_best(state)
+    if len(found) < 2:
+        return []
+    best, *others = found
+    places = []
+    for place, word in (("ahead of", "holds"), ("behind", "does not hold"), ("not clearly apart from", "undecided")):
+        if names := [f"`{each.name}`{' (control)' * each.control}" for each in others if each.finding.word == word]:
+            places.append(f"{place} {', '.join(names)}")
+    told = f"Of the measures, `{best.name}` is the best: {effect_text(best)}. It is {'; '.join(places)}."
+    lines = ["", f"{told} The same seeds chose it, so its lead is somewhat overestimated.", ""]
+    lines += [f"| τ of `{best.name}` minus that of | difference (95 % interval) | seeds |", "|---|---|---|"]
+    return lines + [f"| {each.label} | {effect_text(each)} | {each.finding.seeds} |" for each in others]
+
+
+def _hours() -> str:
+    """The time that all runs took, also those of pilots; a run that several studies share counts once."""
+    rows = {digest: row for study in Evidence.read([shipped_evidence()]).rows.values() for digest, row in study.items()}
+    hours = sum(row["metrics"].get("seconds", 0.0) for row in rows.values()) / 3600
+    return f"All {len(rows)} distinct runs, those of the pilots among them, took {hours:.2f} hours together."
 
 
 def _searches() -> list[str]:
     """What each method was given in the searches whose settings the tuned claims use."""
-    files = sorted((shipped_evidence() / "tuning").glob("*.json"))
+    folder = shipped_evidence() / "tuning"
+    files = [path for path in sorted(folder.glob("*.json")) if not path.name.endswith(HOURS)]
     if not files:
         return []
     lines = ["## The searches", ""]
     lines += ["The settings of the tuned claims, found by `fedflat tune` with the same budget for every method, on"]
-    lines += ["samples held out from the clients' training data and on seeds from 10,000 on."]
+    lines += [
+        "samples held out from the clients' training data and on seeds from 10,000 on. A best value marked (edge)"
+    ]
+    lines += ["is the smallest or largest that was tried, so that a better one may lie beyond."]
     for path in files:
-        rows = tuned_rows(read_tuned(path))
+        rows, kept = tuned_rows(read_tuned(path)), folder / f"{path.stem}{HOURS}"
+        hours = json.loads(kept.read_text("utf-8")) if kept.is_file() else {}
+        if hours:
+            rows = [{**row, "hours": f"{hours[row['method']]:.2f}"} for row in rows]
         lines += ["", f"### {path.stem}", "", f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
         lines += [f"| {' | '.join(map(_cell, row.values()))} |" for row in rows]
+        lines += [] if hours else ["", "The hours of this search were not kept."]
     return [*lines, ""]
 
 
@@ -128,7 +164,7 @@ def _table(effects: Sequence[Effect]) -> list[str]:
         if effect.pooled:
             tau, *ends = (f"{value:+.2f}".replace("-", "−") for value in effect.pooled)
             beside = tau if math.isnan(effect.pooled[1]) else f"{tau} ({' to '.join(ends)})"
-        row = (effect.name, bound_text(effect), effect_text(effect), seeds_text(effect), str(effect.finding), beside)
+        row = (effect.label, bound_text(effect), effect_text(effect), seeds_text(effect), str(effect.finding), beside)
         lines.append(f"| {' | '.join(map(_cell, row))} |")
     return lines
 

@@ -64,7 +64,7 @@ def forest(effects: Sequence[Effect], title: str) -> str:
         found, y = effect.finding, 20 + LINE * index
         place = _scale(effect)
         colour = WORDS.get(found.word, "#767676")
-        body.append(_text(LEFT - 12, y + 4, f"{effect.name}  ({bound_text(effect)})", "end"))
+        body.append(_text(LEFT - 12, y + 4, f"{effect.label}  ({bound_text(effect)})", "end"))
         body.append(_line(place(effect.bound), y - 11, place(effect.bound), y + 11, "#222222", 1, "3 3"))
         if not math.isnan(found.low):
             body.append(_line(place(found.low), y, place(found.high), y, colour, 3))

@@ -12,6 +12,12 @@ from rich.text import Text
 
 from fedflat.runs import Effect, State
 
+# What `undecided (would need n more seeds)` asks for; seeds must not be added to those that were looked at.
+FRESH = (
+    "With n more seeds there is about an even chance to decide, if mean and spread stay as they are. "
+    "Seeds that were looked at do not count again, so train as many as those shown and n more, all of them fresh."
+)
+
 
 def effect_text(effect: Effect) -> str:
     """The effect with its interval, as in `−0.012 (−0.020 to −0.004)` or `× 0.84 (0.71 to 0.99)`.
@@ -64,18 +70,26 @@ def verdict_list(states: Sequence[State]) -> Group:
         blocks.append(Padding(Text(state.claim.title), (0, 0, 0, 2)))
         blocks.append(Padding(_parts(state.effects), (0, 0, 1, 4)))
     blocks.append(Text("claimed, mean effect (95 % interval over paired seeds)", style="dim"))
+    if any(map(undecided, states)):
+        blocks.append(Text(FRESH, style="dim"))
     return Group(*blocks)
 
 
+def undecided(state: State) -> bool:
+    """Whether the verdict on a claim, or on one of its parts, is open."""
+    return "undecided" in (state.word, *(effect.finding.word for effect in state.effects))
+
+
 def seeds_text(effect: Effect) -> str:
-    """The number of seeds that count, and of those whose runs lack the quantity.
+    """The number of seeds that count, of those whose runs lack the quantity, and for a ranking of the runs that do.
 
     >>> from fedflat.runs.claims import judge
     >>> seeds_text(Effect("λ₁", judge([0.1, 0.2], 0.0, "lower"), 1.0, "lower", "ratio", (0.1, 0.2), left_out=3))
     '2 (3 left out)'
     """
-    left_out = f" ({effect.left_out} left out)" if effect.left_out else ""
-    return f"{effect.finding.seeds}{left_out}"
+    runs = "1 run lacks it" if effect.lacking == 1 else f"{effect.lacking} runs lack it"
+    told = [*([f"{effect.left_out} left out"] if effect.left_out else []), *([runs] if effect.lacking else [])]
+    return f"{effect.finding.seeds} ({', '.join(told)})" if told else f"{effect.finding.seeds}"
 
 
 def _parts(effects: Sequence[Effect]) -> Table:
@@ -86,7 +100,7 @@ def _parts(effects: Sequence[Effect]) -> Table:
         some = effect.finding.seeds or effect.left_out
         claimed = f"{bound_text(effect)}{f', seeds: {seeds_text(effect)}' if some else ''}"
         found = effect_text(effect)
-        grid.add_row(Text(str(effect.finding)), Text(f"{claimed}\n{found}" if found else claimed), Text(effect.name))
+        grid.add_row(Text(str(effect.finding)), Text(f"{claimed}\n{found}" if found else claimed), Text(effect.label))
     return grid
 
 

@@ -1,7 +1,7 @@
 """The papers' claims: hypotheses about runs (claim), their results (evidence), effects and verdicts."""
 
 from fedflat.runs.claims.claim import Claim, Part, Ranking, load_claim, load_studies, shipped_claims
-from fedflat.runs.claims.effect import Effect, State, state_of
+from fedflat.runs.claims.effect import Effect, State, beside_best, state_of
 from fedflat.runs.claims.evidence import Evidence, digest, shipped_evidence
 from fedflat.runs.claims.verdict import Finding, concluded, further_seeds, judge
 
@@ -13,6 +13,7 @@ __all__ = [
     "Part",
     "Ranking",
     "State",
+    "beside_best",
     "concluded",
     "digest",
     "further_seeds",

@@ -24,6 +24,7 @@ have a `[ranking]`: measures that should rank the runs of its studies as another
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from fedflat.recipe import Section, parsed, read_text
 from fedflat.runs.claims.verdict import Direction, Need
 from fedflat.runs.sweep.plan import Point, Sweep, load_sweep
 
+FEWEST = 3  # runs that a ranking needs
 Values = dict[str, Any]
 
 
@@ -198,19 +200,36 @@ def load_studies(claim: Claim, beside: Path | None = None) -> dict[str, Sweep]:
         beside: the directory of a claim file of your own, whose studies are in its directory `studies`.
 
     Raises:
-        RecipeError: a study is missing or invalid, all of its seeds are the pilot's, or a part does not fit its grid.
+        RecipeError: a study is missing or invalid, all of its seeds are the pilot's, its seeds have too few runs for a
+            ranking, or a part does not fit its grid.
     """
     found = {name: load_sweep(_study_file(claim, name, beside)) for name in claim.studies}
+    for study in found.values():
+        _refuse_unnamed_weights(claim, study)
     ranked = claim.ranking.studies if claim.ranking else []
     for name in ranked:
-        if not claim.judged(found[name]):
+        runs = Counter(point.recipe.seed for point in claim.judged(found[name]))
+        if not runs:
             raise RecipeError(f"{claim.name}: no run of the study {name} is outside of the pilot")
+        if max(runs.values()) < FEWEST:
+            raise RecipeError(f"{claim.name}: no seed of the study {name} has {FEWEST} runs, which a ranking needs")
     for part in claim.part:
         study = found[claim.study_of(part)]
-        for chosen in (part.of, part.against):
-            if chosen is not None:
-                _refuse_ambiguous(claim, part, chosen, study)
+        groups = [chosen for chosen in (part.of, part.against) if chosen is not None]
+        if not set.intersection(*(_seeds(claim, part, chosen, study) for chosen in groups)):
+            raise RecipeError(
+                f"{claim.name}: part {part.name!r}: `of` and `against` have no seed in common, so nothing can be paired"
+            )
     return found
+
+
+def _refuse_unnamed_weights(claim: Claim, study: Sweep) -> None:
+    """Refuse a study whose results would be found again for other first weights at the same path."""
+    if any(point.recipe.model.base and not point.recipe.model.base_sha256 for point in study.points):
+        raise RecipeError(
+            f"{claim.name}: the study {study.name} has a model.base without model.base_sha256; "
+            "results are found again by their settings, and the path alone does not say which weights it holds"
+        )
 
 
 def _study_file(claim: Claim, name: str, beside: Path | None) -> Path:
@@ -222,10 +241,12 @@ def _study_file(claim: Claim, name: str, beside: Path | None) -> Path:
     return known[name]
 
 
-def _refuse_ambiguous(claim: Claim, part: Part, chosen: Values, study: Sweep) -> None:
+def _seeds(claim: Claim, part: Part, chosen: Values, study: Sweep) -> set[int]:
+    """The seeds of the chosen runs. Raises `RecipeError` if there are none, or if a seed has several."""
     seeds = [point.recipe.seed for point in claim.judged(study) if matches(point, chosen)]
     if not seeds:
         beside = " outside of the pilot" if claim.pilot else ""
         raise RecipeError(f"{claim.name}: part {part.name!r}: no run of the study {study.name}{beside} has {chosen}")
     if len(set(seeds)) < len(seeds):
         raise RecipeError(f"{claim.name}: part {part.name!r}: {chosen} means several runs of one seed; say which")
+    return set(seeds)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.flatness import quantile
-from fedflat.runs.claims.claim import Claim, Part, Values, matches
+from fedflat.runs.claims.claim import FEWEST, Claim, Part, Values, matches
 from fedflat.runs.claims.evidence import Evidence
 from fedflat.runs.claims.verdict import Finding, Hypothesis, Word, concluded, judge
 from fedflat.runs.sweep.plan import Point, Sweep
 from fedflat.runs.sweep.results import Row
 
-FEWEST = 3  # runs that a ranking needs
+Quantity = Callable[[Mapping[str, float]], float | None]
+DUALITY = "duality_fc2"  # the middle layer, whose decomposition the claims look at
 
 
 def _gap(metrics: Mapping[str, float]) -> float | None:
@@ -25,16 +26,43 @@ def _gap(metrics: Mapping[str, float]) -> float | None:
 
 
 def _drift_share(metrics: Mapping[str, float]) -> float | None:
-    """|Σ μ_w μ_g| / |gap| of the middle layer, train → test: the share of the gap without correlated fluctuations."""
-    drift, gap = (metrics.get(f"duality_fc2_train_to_test_{name}") for name in ("drift", "gap"))
+    """|Σ μ_w μ_g / mean Δl| of the pairs train → test.
+
+    This is a share of the gap of the pairs, mean Δl = Σ c σ_w σ_g + Σ μ_w μ_g: of the sum that the paper decomposes and
+    in which it finds the drift negligible. The gap of the model is larger here, so a share of it would be smaller.
+    """
+    drift, gap = (metrics.get(f"{DUALITY}_train_to_test_{name}") for name in ("drift", "gap"))
     return abs(drift / gap) if drift is not None and gap else None
 
 
+def _explained(pairing: str) -> Quantity:
+    def share(metrics: Mapping[str, float]) -> float | None:
+        """Σ c σ_w σ_g of one pairing ÷ the gap of the model, test loss minus training loss."""
+        fluctuation, gap = (metrics.get(f"{DUALITY}_{name}") for name in (f"{pairing}_fluctuation", "gap"))
+        return fluctuation / gap if fluctuation is not None and gap else None
+
+    return share
+
+
+def _knowledge_kept(metrics: Mapping[str, float]) -> float | None:
+    """What local training changes of the test accuracy, in the mean over the clients of the last round."""
+    after, before = metrics.get("local_accuracy"), metrics.get("local_accuracy_before")
+    return after - before if after is not None and before is not None else None
+
+
 # Quantities that are computed from others; `rounds_to_target` is computed from the curve.
-DERIVED: dict[str, Callable[[Mapping[str, float]], float | None]] = {"gap": _gap, "drift_share": _drift_share}
+DERIVED: dict[str, Quantity] = {
+    "gap": _gap,
+    "drift_share": _drift_share,
+    "explained": _explained("train_to_test"),
+    "explained_test_to_train": _explained("test_to_train"),
+    "knowledge_kept": _knowledge_kept,
+}
 
 
-def rounds_to_target(curve: Sequence[tuple[int, float]], target: float, rounds: int) -> int:
+def rounds_to_target(
+    curve: Sequence[tuple[int, float]], target: float, rounds: int, best: str = "highest"
+) -> int | None:
     """The first evaluated round with at least the target, or `rounds + 1` if there is none.
 
     The true number of a run that does not reach the target is larger, so a difference to such a run is a lower bound.
@@ -43,17 +71,26 @@ def rounds_to_target(curve: Sequence[tuple[int, float]], target: float, rounds: 
         curve: pairs of round and value.
         target: the value to reach.
         rounds: number of rounds of the run.
+        best: "lowest" for a metric of which less is better: its target is reached by at most this value.
+
+    Returns:
+        The round; None for a run that was never evaluated.
 
     >>> rounds_to_target([(2, 0.5), (4, 0.7)], 0.6, 4), rounds_to_target([(2, 0.5), (4, 0.7)], 0.8, 4)
     (4, 5)
+    >>> rounds_to_target([(2, 0.7), (4, 0.5)], 0.6, 4, "lowest"), rounds_to_target([], 0.6, 4)
+    (4, None)
     """
-    return next((round for round, value in curve if value >= target), rounds + 1)
+    sign = -1 if best == "lowest" else 1
+    reached = (round for round, value in curve if sign * value >= sign * target)
+    return next(reached, rounds + 1) if curve else None
 
 
 def quantity(row: Row, name: str, part: Part, rounds: int) -> float | None:
     """The value of a part's quantity in a run; None if it is missing, or if a ratio needs it and it is not positive."""
     if part.target is not None:
-        return float(rounds_to_target(row["curve"], part.target, rounds))
+        round = rounds_to_target(row["curve"], part.target, rounds, row.get("best", "highest"))
+        return None if round is None else float(round)
     found = value_of(row, name)
     return None if part.compare == "ratio" and found is not None and found <= 0 else found
 
@@ -80,7 +117,12 @@ class Effect:
         printed: what the paper prints.
         pooled: for a ranking, τ over all runs at once, with the ends of its jackknife interval.
         left_out: the number of seeds whose runs are there but lack the quantity: it is missing, not finite, or not
-            positive where a ratio needs it. The effect is that of the other seeds.
+            positive where a ratio needs it; for a ranking, fewer than three runs of the seed have both values, or
+            all have the same. The effect is that of the other seeds.
+        lacking: for a ranking, the number of runs that lack one of the two values.
+        control: whether it is shown beside the measures of a ranking, without a part in the verdict.
+        seeds: the seed of each of the `values`.
+        step: for τ, the distance between the values that it can take; 0 for effects that can take any value.
     """
 
     name: str
@@ -93,6 +135,15 @@ class Effect:
     printed: str = ""
     pooled: tuple[float, float, float] | None = None
     left_out: int = 0
+    lacking: int = 0
+    control: bool = False
+    seeds: tuple[int, ...] = ()
+    step: float = field(default=0.0, compare=False)  # differs in its last digit with the order of the studies
+
+    @property
+    def label(self) -> str:
+        """The name as tables and figures show it."""
+        return f"{self.name} (control)" if self.control else self.name
 
 
 @dataclass(frozen=True)
@@ -118,6 +169,11 @@ class State:
     hours: float
 
     @property
+    def judged(self) -> tuple[Effect, ...]:
+        """The effects that the verdict is about: all but those shown beside a ranking."""
+        return tuple(effect for effect in self.effects if not effect.control)
+
+    @property
     def verdict(self) -> str:
         """The verdict in words."""
         return str(Finding(self.word, math.nan, math.nan, math.nan, 0, self.more))
@@ -131,8 +187,7 @@ def state_of(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> 
         judged = [_effect(claim, part, studies[claim.study_of(part)], evidence) for part in claim.part]
     rows = [evidence.of(study, point) for study in studies.values() for point in claim.points(study)]
     seconds = sum(value_of(row, "seconds") or 0.0 for row in rows if row)
-    controls = set(claim.ranking.beside) if claim.ranking else set()
-    word, more = concluded([part for effect, part in judged if effect.name not in controls], claim.need)
+    word, more = concluded([part for effect, part in judged if not effect.control], claim.need)
     effects = tuple(effect for effect, _ in judged)
     return State(claim, effects, word, more, len(rows), sum(row is not None for row in rows), seconds / 3600)
 
@@ -153,7 +208,10 @@ def _effect(claim: Claim, part: Part, study: Sweep, evidence: Evidence) -> tuple
     unit = part.compare if part.against is not None else "value"
     means = (_mean([mine[s] for s in seeds]), _mean([theirs[s] for s in seeds if s in theirs]))
     left_out = len(_paired(part, known)) - len(seeds)
-    shown = Effect(part.name, found, part.limit, part.direction, unit, values, means, part.printed, left_out=left_out)
+    shown = Effect(
+        part.name, found, part.limit, part.direction, unit, values, means, part.printed,
+        left_out=left_out, seeds=tuple(seeds),
+    )  # fmt: skip
     return shown, Hypothesis(values, bound, part.direction)
 
 
@@ -202,25 +260,62 @@ def _ranked(claim: Claim, studies: Mapping[str, Sweep], evidence: Evidence) -> l
         for point in claim.judged(studies[name]):
             if row := evidence.of(studies[name], point):
                 found.setdefault(point.recipe.seed, {}).setdefault(name, []).append(row)
+    enough = [seed for seed, rows in found.items() if any(len(mine) >= FEWEST for mine in rows.values())]
     judged: list[tuple[Effect, Hypothesis]] = []
     for measure in (*ranking.measures, *ranking.beside):
-        within: list[list[Pairs]] = []
+        within: dict[int, list[Pairs]] = {}
         together: dict[tuple[str, ...], list[Pairs]] = {}
-        for rows in found.values():
+        lacking: set[str] = set()
+        for seed, rows in found.items():
+            each = [row for mine in rows.values() for row in mine]
+            lacking |= {row["digest"] for row in each if not _pairs([row], measure, ranking.quantity)}
             pairs = {name: _pairs(mine, measure, ranking.quantity) for name, mine in rows.items()}
             kept = tuple(name for name in pairs if len(pairs[name]) >= FEWEST)
             if kept:
-                within.append([pairs[name] for name in kept])
+                within[seed] = [pairs[name] for name in kept]
                 distinct = {row["digest"]: row for name in kept for row in rows[name]}
                 together.setdefault(kept, []).append(_pairs([*distinct.values()], measure, ranking.quantity))
-        taus = [[tau for pairs in seed if not math.isnan(tau := _tau(pairs))] for seed in within]
-        values = tuple(float(np.mean(of_seed)) for of_seed in taus if of_seed)
-        hypothesis = Hypothesis(values, ranking.bound, "higher", _step(within))
-        finding = hypothesis.judged()
-        pooled = pooled_tau([*together.values()]) if together else None
-        shown = Effect(measure, finding, ranking.bound, "higher", "τ", values, pooled=pooled)
+        taus = {s: [tau for pairs in mine if not math.isnan(tau := _tau(pairs))] for s, mine in within.items()}
+        values = {seed: float(np.mean(mine)) for seed, mine in taus.items() if mine}
+        step = _step([*within.values()])
+        hypothesis = Hypothesis(tuple(values.values()), ranking.bound, "higher", step)
+        shown = Effect(
+            measure, hypothesis.judged(), ranking.bound, "higher", "τ", tuple(values.values()),
+            pooled=pooled_tau([*together.values()]) if values else None,
+            left_out=len(set(enough) - values.keys()), lacking=len(lacking), control=measure in ranking.beside,
+            seeds=tuple(values), step=step,
+        )  # fmt: skip
         judged.append((shown, hypothesis))
     return judged
+
+
+def beside_best(state: State) -> list[Effect]:
+    """How far the best measure of a ranking is above the others: the paired differences of the seeds' τ.
+
+    The best is the measure, not a control, with the highest mean τ. The same seeds have chosen it, so its lead is
+    somewhat overestimated. No direction is claimed for a control: one whose interval is below 0 ranks the other way
+    round, and stands here as "minus" itself.
+
+    Returns:
+        The best measure, then an effect for each other measure and control: the best one's τ minus the other's, over
+        the seeds that have both. Empty if no measure has been judged.
+    """
+    ranked = [effect for effect in state.effects if effect.unit == "τ" and effect.values]
+    measures = [each for each in ranked if not each.control]
+    if not measures:
+        return []
+    best = max(measures, key=lambda each: each.finding.mean)
+    own, found = dict(zip(best.seeds, best.values, strict=True)), [best]
+    for other in ranked:
+        if other is not best:
+            sign = -1 if other.control and other.finding.high < 0 else 1
+            name = other.name if sign > 0 else f"minus {other.name}"
+            theirs = zip(other.seeds, other.values, strict=True)
+            pairs = {seed: own[seed] - sign * tau for seed, tau in theirs if seed in own}
+            values, step = tuple(pairs.values()), max(best.step, other.step)
+            finding = judge(values, 0.0, "higher", step=step)
+            found.append(Effect(name, finding, 0.0, "higher", "τ", values, control=other.control, step=step))
+    return found
 
 
 Pairs = list[tuple[float, float]]
@@ -256,8 +351,8 @@ def pooled_tau(groups: Sequence[Sequence[Pairs]]) -> tuple[float, float, float]:
 
     where t is Student's with s⁴ / Σ v²/(m − 1) degrees of freedom (Welch and Satterthwaite). For one group these are
     the usual (m − 1)/m Σᵢ (z₍ᵢ₎ − z̄)² and m − 1. The studies are fixed, so differences between them do not count as
-    spread. If a group has only one seed there is no interval (NaN). A bootstrap over so few seeds would be too short:
-    with ten it covers about 90 %.
+    spread. If a group has only one seed, or only one seed has pairs without a tie, there is no interval (NaN). A
+    bootstrap over so few seeds would be too short: with ten it covers about 90 %.
 
     Args:
         groups: for each group and each of its seeds, the two values of each run.
@@ -272,7 +367,7 @@ def pooled_tau(groups: Sequence[Sequence[Pairs]]) -> tuple[float, float, float]:
 
     tau, most = float(blocks.sum() / sizes.sum()), 1 - 1 / sizes.sum()
     counts = [len(group) for group in groups]
-    if min(counts) < 2:
+    if min(counts) < 2 or not all(_without(sizes, i) for i in range(len(seeds))):
         return tau, math.nan, math.nan
     left_out = [_without(blocks, i) / _without(sizes, i) for i in range(len(seeds))]
     z, around = (np.arctanh(np.clip(value, -most, most)) for value in (tau, left_out))

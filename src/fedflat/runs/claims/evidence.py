@@ -53,7 +53,7 @@ class Evidence:
     """The results that are known: for each study, a row for each digest of a recipe.
 
     A row has the digest, the grid `values`, the `metrics` of the sweep's table, and the `curve` of the followed metric
-    as pairs of round and value.
+    as pairs of round and value. A row of a metric of which less is better says `best = "lowest"`.
     """
 
     rows: dict[str, dict[str, Row]] = field(default_factory=dict)
@@ -102,11 +102,13 @@ def row_of(folder: Path, point: Point) -> Row:
     result = json.loads(read_whole(folder / "result.json"))
     summary = read_summary(folder)
     metrics = {name: _short(value) for name, value in result["metrics"].items() if value is not None}
+    recipe = read_recipe(folder)
     return {
         "digest": digest(point),
         "values": point.values,
         "metrics": metrics,
-        "curve": _curve(folder / "metrics.jsonl", read_recipe(folder).metric),
+        "curve": _curve(folder / "metrics.jsonl", recipe.metric),
+        **({"best": "lowest"} if recipe.evaluation.best == "lowest" else {}),
         "versions": summary["versions"],
     }
 

@@ -27,7 +27,8 @@ class Finding:
         high: its upper end.
         seeds: number of seeds.
         more: for an undecided hypothesis, how many further seeds would decide it if mean and spread stayed as they are;
-            None if it is decided, or if no number up to 1,000 is enough.
+            None if it is decided, or if no number up to 1,000 is enough. With so many there is about an even chance.
+            Seeds that were looked at may not count again, so a new study needs `seeds + more` fresh ones.
     """
 
     word: Word

@@ -12,13 +12,13 @@ from typing import Any
 
 from fedflat.errors import RecipeError, RunError
 from fedflat.files import private_directory, read_whole, write_whole, written_to
-from fedflat.recipe import Recipe
+from fedflat.recipe import Recipe, toml
 from fedflat.runs.folder import read_recipe
 from fedflat.runs.lock import RunLock
 from fedflat.runs.record import read_record
 from fedflat.runs.result import stopped
 from fedflat.runs.sweep.overrides import filled, spelled
-from fedflat.runs.sweep.plan import FULL, Point, Sweep, slug_of, told_apart
+from fedflat.runs.sweep.plan import FULL, Point, Sweep, is_field, slug_of, told_apart
 from fedflat.runs.tune.halving import Rung, promoted, rungs, spent
 from fedflat.runs.tune.space import Settings, Space, tuned_recipe
 
@@ -143,7 +143,25 @@ def _searched(plan: Plan, folder: Path, train: Train) -> list[Tuned]:
     with written_to(folder, "free some space, then run the same command again"):
         table = [asdict(each) for each in found]
         write_whole(folder / "tuned.json", json.dumps(table, indent=2, ensure_ascii=False).encode() + b"\n")
+        write_whole(folder / "hours.json", json.dumps(_hours(trials, folders), indent=2).encode() + b"\n")
     return found
+
+
+def _hours(trials: Sequence[tuple[str, Settings]], folders: Sequence[Mapping[int, Path]]) -> dict[str, float]:
+    """The hours that the runs of each method took to train.
+
+    They stand in a file of their own, because all others are the same however often the search was interrupted.
+    """
+    hours = dict.fromkeys((method for method, _ in trials), 0.0)
+    for (method, _), runs in zip(trials, folders, strict=True):
+        hours[method] += sum(r.get("seconds", 0.0) for run in runs.values() for r in _records(run)) / 3600
+    return {method: round(each, 4) for method, each in hours.items()}
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    lines = read_whole(path).splitlines() if path.is_file() else []
+    return [record for line in lines if (record := read_record(line))]
 
 
 def _claim(plan: Plan, folder: Path) -> None:
@@ -201,9 +219,12 @@ def _train_stage(
 
 
 def _score(runs: Mapping[int, Path], rounds: int) -> float | None:
-    """The mean over the search seeds of the score up to a round (larger is better); None if a run has none."""
+    """The mean over the search seeds of the score up to a round (larger is better).
+
+    None if a run has none, or one that is not finite: such a trial has failed.
+    """
     found = [_read(run, rounds) for run in runs.values()]
-    known = [value for value in found if value is not None]
+    known = [value for value in found if value is not None and math.isfinite(value)]
     return fmean(known) if len(known) == len(found) else None
 
 
@@ -213,17 +234,18 @@ def _read(run: Path, round: int) -> float | None:
     A run that ended at its `server.stop_loss` is not shorter: it counts with the round in which it ended.
 
     It is the mean over the evaluations of the last third of the rounds: with few clients in a round, the metric
-    of a single round says more about these clients than about the settings.
+    of a single round says more about these clients than about the settings. It is NaN if one of them is not finite.
     """
-    if not (run / "metrics.jsonl").is_file():
+    if not (records := _records(run)):
         return None
     recipe = read_recipe(run)
-    records = [record for line in read_whole(run / "metrics.jsonl").splitlines() if (record := read_record(line))]
     found = {record["round"]: value for record in records if (value := record.get(recipe.metric)) is not None}
-    if records and stopped(recipe, records):
+    if stopped(recipe, records):
         round = min(round, records[-1]["round"])
     last = [recipe.rank(value) for evaluated, value in found.items() if 2 * round < 3 * evaluated <= 3 * round]
-    return fmean(last) if round in found else None
+    if round not in found:
+        return None
+    return fmean(last) if all(map(math.isfinite, last)) else math.nan
 
 
 def _tuned(
@@ -255,14 +277,13 @@ def final_sweep(plan: Plan, found: Sequence[Tuned], seeds: int) -> str:
         raise RecipeError(f"--final {seeds}: must be from 1 to {SEARCH_SEEDS:,}, below the seeds of the search")
     server = plan.recipe.server.model_copy(update={"rounds": plan.rounds})
     base = plan.recipe.model_copy(update={"server": server}).to_toml()
-    methods = ", ".join(json.dumps(each.filled, ensure_ascii=False) for each in working)
-    lines = [f'preset = "none"\n{base}', f"[grid]\nmethod = [{methods}]\nseed = {list(range(seeds))}"]
+    methods = toml([each.filled for each in working])
+    lines = [f'preset = "none"\n{base}', f"[grid]\nmethod = {methods}\nseed = {list(range(seeds))}"]
     for each in working:
-        fields = {name: value for name, value in (each.best or {}).items() if "." in name}
+        fields = {name: value for name, value in (each.best or {}).items() if is_field(name)}
         if fields:
-            setting = ", ".join(f"{name} = {json.dumps(value)}" for name, value in fields.items())
-            when = json.dumps(each.filled, ensure_ascii=False)
-            lines.append(f"[[override]]\nwhen = {{ method = {when} }}\nset = {{ {setting} }}")
+            when = toml({"method": each.filled})
+            lines.append(f"[[override]]\nwhen = {when}\nset = {toml(fields)}")
     return "\n\n".join(lines) + "\n"
 
 
@@ -296,6 +317,28 @@ def _failures(tuned: Tuned) -> str:
     return f", {failed} failed" if failed else ""
 
 
+def tried(tuned: Tuned) -> dict[str, list[Any]]:
+    """The values of each setting in the trials of a method; numbers in ascending order."""
+    found: dict[str, list[Any]] = {}
+    for trial in tuned.trials:
+        for name, value in trial.settings.items():
+            if value not in found.setdefault(name, []):
+                found[name].append(value)
+    return {name: sorted(values) if all(map(_is_number, values)) else values for name, values in found.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _best_text(tuned: Tuned) -> str:
+    """The best settings; "(edge)" marks the smallest or largest of several numbers that were tried."""
+    values = tried(tuned)
+    edges = {n: (each[0], each[-1]) for n, each in values.items() if len(each) > 1 and all(map(_is_number, each))}
+    best = (tuned.best or {}).items()
+    return ", ".join(f"{n} = {spelled(v)}{' (edge)' if v in edges.get(n, ()) else ''}" for n, v in best)
+
+
 def rows(found: Sequence[Tuned]) -> list[dict[str, str]]:
     """The budget and the result of each method, as rows of a table."""
     return [
@@ -304,8 +347,9 @@ def rows(found: Sequence[Tuned]) -> list[dict[str, str]]:
             "combinations": f"{len(each.trials)} of {each.combinations}{_failures(each)}",
             "rounds given": str(each.given),
             "rounds used": str(each.used),
-            "best settings": ", ".join(f"{n} = {spelled(v)}" for n, v in (each.best or {}).items()) or "all failed",
-            "validation": "" if each.score is None or math.isnan(each.score) else f"{abs(each.score):.4f}",
+            "values tried": "; ".join(f"{n}: {', '.join(map(spelled, some))}" for n, some in tried(each).items()),
+            "best settings": _best_text(each) or "all failed",
+            "validation": "" if each.score is None else f"{abs(each.score):.4f}",
         }
         for each in found
     ]

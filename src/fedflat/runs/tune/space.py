@@ -16,6 +16,13 @@ from fedflat.runs.sweep.overrides import filled, flattened, listed, names_in, sp
 from fedflat.runs.sweep.plan import is_field
 
 Settings = dict[str, Any]
+# Fields that the search itself sets for every trial, and how to choose them.
+TAKEN = {
+    "seed": "--seeds",
+    "server.rounds": "--set server.rounds",
+    "evaluation": "--validation, and --set for the rest",
+    "method": '--method, with a name in braces for each option, as in "fedsam({rho})"',
+}
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ def _refuse(space: Space) -> None:
     for name, values in space.axes.items():
         if not isinstance(values, list) or not values or len({spelled(v) for v in values}) < len(values):
             raise RecipeError(f"--space {name}: must be a list of different values")
+        _refuse_taken(name, values)
         if not is_field(name) and name not in used:
             known = ["local.lr", *sorted(used)]
             raise RecipeError(
@@ -109,6 +117,14 @@ def _refuse(space: Space) -> None:
             )
     if missing := next((name for name in sorted(used) if name not in space.axes), None):
         raise RecipeError(f"--space: {{{missing}}} has no values; give some, as in --space {missing}=0.05,0.1")
+
+
+def _refuse_taken(name: str, values: Sequence[Any]) -> None:
+    """Refuse a field that every trial has from the search: its values would not differ, and no trial would fail."""
+    for value in values:
+        for field in flattened({name: value}):
+            if taken := next((each for each in TAKEN if field == each or field.startswith(f"{each}.")), None):
+                raise RecipeError(f"--space {field}: the search sets {taken} itself; choose it by {TAKEN[taken]}")
 
 
 def tuned_recipe(base: Recipe, method: str, settings: Settings, layers: Sequence[Mapping[str, Any]] = ()) -> Recipe:
