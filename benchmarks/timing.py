@@ -26,6 +26,18 @@ def ratio(numerator: list[float], denominator: list[float]) -> tuple[float, floa
     return middle, low, high
 
 
+def milliseconds(function: Callable[[], object], calls: int = 1, turns: int = 15) -> list[float]:
+    """CPU time of a call, in ascending order over the turns."""
+    function()
+    taken = []
+    for _ in range(turns):
+        begun = time.process_time()
+        for _ in range(calls):
+            function()
+        taken.append(1000 * (time.process_time() - begun) / calls)
+    return sorted(taken)
+
+
 def operators(job: Callable[[], object], calls: int = 10, most: int = 8) -> list[tuple[str, float]]:
     """The operators of torch with the largest shares of the CPU time of some calls, with these shares."""
     from torch.profiler import profile
