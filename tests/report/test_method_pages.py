@@ -16,9 +16,13 @@ def test_every_method_has_its_page_and_every_page_is_current():
 
 
 def test_every_run_stands_beside_its_papers_number():
-    """Only the fixed radius has none: the paper shows it in a picture alone."""
+    """Only the fixed radius and FedSAM's large ones have none: the paper shows them in pictures alone."""
     without = {(each.study, each.method) for each in studied() if not each.paper}
-    assert without <= {("fashion-sol", "fedsol(rho=2.0, radius='fixed')")}
+    assert without == {
+        ("fashion-sol", "fedsol(rho=2.0, radius='fixed')"),
+        *(("fashion-sol-radius", f"fedsol(rho={rho}, radius='fixed')") for rho in (0.5, 1.0)),
+        *(("fashion-sol-radius", f"fedsam({rho})") for rho in (0.5, 1.0, 2.0)),
+    }
 
 
 def test_a_study_with_a_single_evaluation_has_its_row_without_a_figure():
