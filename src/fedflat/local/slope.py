@@ -161,7 +161,12 @@ class Slope:
         """
         if direction is None:
             return self._gradient(terms, data, at_w=True)
-        with self._moved(direction, length):
+        # The sum is written elsewhere: to move the weights and back would take two copies more.
+        if length is None:
+            torch.add(self.weights, direction, out=self._away)
+        else:
+            torch.addcmul(self.weights, direction, length, out=self._away)
+        with self.network.moved_to(self._away):
             return self._gradient(terms, data, at_w=False)
 
     def _gradient(self, terms: tuple[Term, ...] | None, data: bool, at_w: bool) -> Tensor:
@@ -197,23 +202,16 @@ class Slope:
 
     def at_head(self, offset: Tensor) -> Tensor:
         """Return the gradient at w + ε, where ε is nonzero only in the head."""
-        with self._moved(offset, None, self.network.head):
-            return self.kernels.head.at_head(self) if self.kernels.head else self._gradient(None, True, at_w=False)
+        head = self.weights[self.network.head]
+        home = head.clone()
+        head.add_(offset)
+        gradient = self.kernels.head.at_head(self) if self.kernels.head else self._gradient(None, True, at_w=False)
+        head.copy_(home)
+        return gradient
 
     @cached_property
-    def _home(self) -> Tensor:
+    def _away(self) -> Tensor:
         return torch.empty_like(self.weights)
-
-    @contextmanager
-    def _moved(self, direction: Tensor, length: Tensor | None, span: slice = slice(None)) -> Iterator[None]:
-        """Move the network to w + ε in this context, and restore the exact weights on exit."""
-        self._home[span].copy_(self.weights[span])
-        if length is None:
-            self.weights[span].add_(direction)
-        else:
-            self.weights[span].addcmul_(direction, length)
-        yield
-        self.weights[span].copy_(self._home[span])
 
     def forward(self) -> Forward:
         """Run a pass over the batch. Only the first pass of a step updates the batch-norm statistics."""

@@ -171,26 +171,52 @@ class Network:
     @contextmanager
     def standing_at(self, weights: Tensor, buffers: Tensor) -> Iterator[None]:
         """Temporarily turn the module into a frozen model: other weights and statistics, in evaluation mode."""
-        own, statistics, training = self.weights, self.buffers.clone(), self.module.training
-        self.bind(weights)
+        statistics, training = self.buffers.clone(), self.module.training
         self.buffers.copy_(buffers)
         self.module.eval()
         try:
-            with torch.no_grad():
+            with self.moved_to(weights), torch.no_grad():
                 yield
         finally:
-            self.bind(own)
             self.buffers.copy_(statistics)
             self.module.train(training)
 
+    @contextmanager
+    def moved_to(self, weights: Tensor) -> Iterator[None]:
+        """Temporarily use other weights in place of the network's own, which stay untouched."""
+        own = self.weights
+        self.bind(weights)
+        try:
+            yield
+        finally:
+            self.bind(own)
+
     def differentiate(self, objective: Tensor) -> Tensor:
-        """Return the gradient of a scalar with respect to the weights, in a new vector."""
-        gradient = torch.zeros_like(self.weights)
-        for parameter, view in zip(self.trained, self.layout.views(gradient).values(), strict=True):
-            parameter.grad = view
-        objective.backward()
-        for parameter in self.trained:
-            parameter.grad = None
+        """Return the gradient of a scalar with respect to the weights, in a new vector.
+
+        Each part moves to its place as soon as autograd has it. To add all of them to zeros would read and write the
+        vector once more.
+        """
+        gradient = torch.empty_like(self.weights)
+        places = dict(zip(self.trained, self.layout.views(gradient).values(), strict=True))
+        waiting = {*self.trained}
+
+        def move(parameter: Tensor) -> None:
+            part, parameter.grad = parameter.grad, None
+            assert part is not None
+            if parameter in waiting:
+                waiting.remove(parameter)
+                places[parameter].copy_(part.to_dense())
+            else:  # activation checkpointing comes back to a parameter
+                places[parameter].add_(part)
+
+        with ExitStack() as hooks:
+            for parameter in self.trained:
+                parameter.grad = None
+                hooks.callback(parameter.register_post_accumulate_grad_hook(move).remove)
+            objective.backward()
+        for parameter in waiting:
+            places[parameter].zero_()
         return gradient
 
     def partials(self, objective: Tensor) -> list[Tensor]:

@@ -31,11 +31,10 @@ class Chain:
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        pairs = [(layer.weight, layer.bias) for layer in layers]
-        self._layers = [(weight.detach(), None if bias is None else bias.detach()) for weight, bias in pairs]
+        self._layers: list[tuple[Tensor, Tensor | None]] = [(layer.weight, layer.bias) for layer in layers]
         self._sizes = [tensor.numel() for pair in self._layers for tensor in pair if tensor is not None]
         self._size = sum(self._sizes)
-        self._one = torch.ones_like(self._layers[0][0][0, 0])
+        self._one = torch.ones_like(self._layers[0][0][0, 0].detach())
 
     def rows(self, weights: Tensor) -> Rows:
         """Return the same chain for several clients, whose weights are the rows of a matrix."""
@@ -47,6 +46,7 @@ class Chain:
         layers = linear_layers(network)
         return cls(layers) if layers else None
 
+    @torch.no_grad()
     def gradient(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean cross-entropy of a batch and its gradient as a new flat vector."""
         loss, slopes = self._backward(inputs, labels)
@@ -58,6 +58,7 @@ class Chain:
                 torch.sum(delta, 0, out=next(places))
         return loss, flat
 
+    @torch.no_grad()
     def descend(self, inputs: Tensor, labels: Tensor, lr: float, decay: float) -> Tensor:
         """Take the step w ← w − η (∇ + decay · w) without storing ∇, and return the mean cross-entropy of the batch."""
         loss, slopes = self._backward(inputs, labels)
