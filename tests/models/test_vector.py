@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fedflat import models, train
 from fedflat.errors import RecipeError
@@ -79,6 +80,49 @@ def test_the_gradient_is_that_of_the_trained_parameters():
     partials = network.partials(network.module(x).square().sum())
     assert torch.equal(torch.cat([g.reshape(-1) for g in partials]), expected)
     assert torch.equal(network.differentiate_head(network.module(x).square().sum()), expected[network.head])
+
+
+def test_the_gradient_of_an_unused_parameter_is_zero_and_an_old_gradient_does_not_count():
+    network = Network(partly_frozen(), torch.float64)
+    first, last = network.module[0], network.module[4]
+    # Freed memory full of ones, so that a gradient that is not written shows.
+    del (freed := [torch.ones(network.size, dtype=torch.float64) for _ in range(50)])[:]
+    first.weight.grad = torch.ones_like(first.weight)
+    gradient = network.differentiate(first.weight.square().sum())
+    assert torch.equal(gradient[:12], 2 * first.weight.detach().flatten()) and not gradient[12:].any()
+    assert not freed and all(parameter.grad is None for parameter in (*first.parameters(), *last.parameters()))
+
+
+class Twice(nn.Module):
+    """A layer that is recomputed twice, by a re-entrant backward pass each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def test_recomputed_layers_that_are_used_twice_add_their_gradients():
+    network = Network(Twice(), torch.float64)
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    layer = network.module.layer
+    expected = torch.autograd.grad(layer(layer(x)).square().sum(), layer.parameters())
+    gradient = network.differentiate(network.module(x).square().sum())
+    torch.testing.assert_close(gradient, torch.cat([g.reshape(-1) for g in expected]))
+
+
+def test_other_weights_take_the_place_of_the_networks_for_a_while():
+    network = Network(partly_frozen(), torch.float64)
+    own, before = network.weights, network.weights.clone()
+    with pytest.raises(ZeroDivisionError), network.moved_to(torch.ones_like(before)):
+        assert bool((network.module[0].weight == 1).all()) and torch.equal(own, before)
+        raise ZeroDivisionError
+    assert network.weights is own and torch.equal(own, before)
+    assert network.module[0].weight.data_ptr() == own.data_ptr()
 
 
 def test_the_digest_tells_bases_apart():
