@@ -33,7 +33,8 @@ from pydantic import Field, ValidationError, model_validator
 from fedflat.errors import RecipeError, nearest, shortened
 from fedflat.recipe import Section, parsed, read_text
 from fedflat.runs.claims.verdict import Direction, Need
-from fedflat.runs.sweep.plan import Point, Sweep, load_sweep
+from fedflat.runs.sweep.grid import load_sweep
+from fedflat.runs.sweep.plan import Point, Sweep
 
 FEWEST = 3  # runs that a ranking needs
 Values = dict[str, Any]

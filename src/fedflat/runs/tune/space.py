@@ -12,8 +12,8 @@ from typing import Any
 from fedflat.errors import RecipeError, nearest, shortened
 from fedflat.randomness import numpy_generator
 from fedflat.recipe import Recipe, nested, parsed, read_text, stacked
+from fedflat.runs.sweep.grid import is_field
 from fedflat.runs.sweep.overrides import filled, flattened, listed, names_in, spelled
-from fedflat.runs.sweep.plan import is_field
 
 Settings = dict[str, Any]
 # Fields that the search itself sets for every trial, and how to choose them.
