@@ -41,7 +41,8 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.errors import RecipeError, nearest
-from fedflat.recipe import PRESETS, SECTIONS, Recipe, nested, parsed, parsed_override, read_text, stacked
+from fedflat.recipe import PRESETS, SECTIONS, Recipe, nested, parsed_override, read_table, stacked
+from fedflat.runs.shipped import shipped_folder
 from fedflat.runs.sweep.overrides import (
     Override,
     Table,
@@ -62,10 +63,7 @@ OWN = ("grid", "fill", "override", "scale", "base")
 
 def shipped() -> dict[str, Path]:
     """The sweep files that come with fedflat, by name."""
-    package = Path(__file__).parents[2]
-    # A wheel has them inside the package, a checkout at the top.
-    folder = next((f for f in (package / "recipes", package.parents[1] / "recipes") if f.is_dir()), package)
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {path.stem: path for path in sorted(shipped_folder("recipes").glob("*.toml"))}
 
 
 def load_sweep(source: str | Path, scale: str | None = None, overrides: Iterable[str] = ()) -> Sweep:
@@ -87,7 +85,7 @@ def load_sweep(source: str | Path, scale: str | None = None, overrides: Iterable
                 raise RecipeError(f"{source}: is a preset, not a sweep; train it with `fedflat run {source}`")
             raise RecipeError(f"{source}: there is no such sweep file or name; {nearest(str(source), known)}")
         path = known[str(source)]
-    table = _read(path)
+    table = read_table(path)
     try:
         points = tuple(_points(table, _scale(table, scale), [*map(parsed_override, overrides)]))
     except RecipeError as error:
@@ -95,13 +93,6 @@ def load_sweep(source: str | Path, scale: str | None = None, overrides: Iterable
     if not points:
         raise RecipeError(f"{path.name}: every run of the grid is skipped")
     return Sweep(path.stem, scale or FULL, told_apart(points))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return parsed(read_text(path), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read ({error})") from None
 
 
 def _scale(table: Table, name: str | None) -> Table:
