@@ -27,7 +27,8 @@ from fedflat.methods.catalogue import CATALOGUE
 from fedflat.methods.parser import parse
 from fedflat.recipe import validated
 from fedflat.rounds import conduct, first_state
-from fedflat.runs.build import assemble, start_engine
+from fedflat.runs.build import assemble
+from fedflat.runs.launch import start_engine
 
 NETWORKS = ("mlp", "fedavg-cnn", "resnet18-gn")
 COHORT = 4  # whose weights are compared

@@ -23,7 +23,8 @@ from fedflat import federate
 from fedflat.methods.parser import parse
 from fedflat.recipe import validated
 from fedflat.rounds import Engine, Problem, ServerState, first_state
-from fedflat.runs.build import assemble, start_engine
+from fedflat.runs.build import assemble
+from fedflat.runs.launch import start_engine
 
 BATCH, BOUND = 500, 1.05
 

@@ -21,8 +21,9 @@ from fedflat.methods.parser import parse
 from fedflat.recipe import Recipe, validated
 from fedflat.report.display import RoundProgress
 from fedflat.rounds.server import first_state
-from fedflat.runs.build import assemble, start_engine
+from fedflat.runs.build import assemble
 from fedflat.runs.experiment import rounds
+from fedflat.runs.launch import start_engine
 
 BOUND = 1.01
 

@@ -39,7 +39,8 @@ def run(method: str, clients: int, rounds: int) -> dict[str, Any]:
     from fedflat.recipe import validated
     from fedflat.rounds.cohort import draw_cohort
     from fedflat.rounds.server import conduct, first_state
-    from fedflat.runs.build import assemble, start_engine
+    from fedflat.runs.build import assemble
+    from fedflat.runs.launch import start_engine
 
     mnist = load("mnist")
     inputs = normalise(mnist.train.inputs, mnist.mean, mnist.std).contiguous()

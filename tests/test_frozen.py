@@ -24,9 +24,10 @@ from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
 from fedflat.recipe import Local, load
 from fedflat.rounds.setup import Problem
-from fedflat.runs.build import load_run, prepare
+from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.export import export
+from fedflat.runs.loading import load_run
 from fedflat.runs.personal import personalise
 
 D = 8 * 10 + 10  # weights of the trained head

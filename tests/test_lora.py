@@ -14,9 +14,10 @@ from fedflat.flatness import Portion, measure
 from fedflat.methods.parser import parse
 from fedflat.models import Network, build, lora, merged
 from fedflat.recipe import load
-from fedflat.runs.build import load_run, prepare
+from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.export import export
+from fedflat.runs.loading import load_run
 
 PRODUCT = "fedflat.methods.parts:ProductAverage"
 RANK = 2

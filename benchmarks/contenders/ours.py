@@ -18,7 +18,8 @@ from fedflat.methods.parser import parse
 from fedflat.recipe import Recipe, validated
 from fedflat.rounds import client
 from fedflat.rounds.server import conduct, first_state
-from fedflat.runs.build import assemble, start_engine
+from fedflat.runs.build import assemble
+from fedflat.runs.launch import start_engine
 
 
 def recipe_of(job: Job, clients: int) -> Recipe:

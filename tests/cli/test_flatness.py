@@ -27,8 +27,9 @@ from fedflat.flatness import (
     spectrum,
 )
 from fedflat.recipe import load
-from fedflat.runs.build import last_lr, load_run, prepare
+from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
+from fedflat.runs.loading import last_lr, load_run
 
 TINY = ["seed=2", "split.clients=5", "split.alpha=0.5", "model.hidden=[8]", "server.rounds=3"]
 QUICK = ("--samples", "200")

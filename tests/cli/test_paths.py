@@ -9,8 +9,9 @@ import torch
 
 from fedflat.flatness import Film, Portion, Trajectory
 from fedflat.recipe import load
-from fedflat.runs.build import load_run, prepare
+from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
+from fedflat.runs.loading import load_run
 
 TINY = ["split.clients=5", "split.alpha=0.5", "model.hidden=[8]", "server.rounds=4", "engine=inline"]
 QUICK = ("--samples", "100", "--points", "5")

@@ -33,7 +33,7 @@ from fedflat.recipe import Evaluation, Local, Server
 from fedflat.rounds.client import Worker
 from fedflat.rounds.server import conduct, first_state, view
 from fedflat.rounds.setup import Broadcast, Problem
-from fedflat.runs.build import show
+from fedflat.runs.loading import show
 
 F_SETPIPE_SZ = 1031
 

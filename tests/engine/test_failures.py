@@ -201,6 +201,18 @@ def test_common_steps_that_fail_though_no_client_does_are_told_and_clients_train
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_reason_is_told_once_in_a_run_not_for_every_group_and_round(workers):
+    task = problem(parse("scaffold"), Branching, group=3)
+    state = first_state(task)
+    engine = Pool(task, state, slots=6, workers=workers) if workers else Inline(task)
+    with closing(engine), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            state, _ = conduct(task, state, engine, COHORT)
+    assert len(told) == 1
+
+
 @dataclass(frozen=True)
 class Forgetful(Part):
     """The bad client wants to keep a vector of another size than the others."""

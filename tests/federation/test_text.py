@@ -85,9 +85,15 @@ def test_the_halves_are_every_second_role_or_file_and_have_the_same_tokens(tmp_p
     assert len({each.dataset.tokenizer for each in halves}) == 1
 
 
-def test_a_half_of_what_has_no_owners_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match=r"data\.half = 1: only shakespeare and text have roles or files to choose"):
-        federate("digits", half=1)
+@pytest.mark.parametrize("data", ["digits", "jsonl", "ag-news", "datasets"])
+@pytest.mark.parametrize("option", ["half", "shortest"])
+def test_there_is_no_choice_among_owners_that_are_no_roles_or_files(data, option):
+    told = rf"^data\.{option} = 1: only shakespeare and text have roles or files to choose from$"
+    with pytest.raises(RecipeError, match=told):
+        federate(data, **{option: 1})
+
+
+def test_a_half_that_is_none_is_refused(tmp_path):
     (tmp_path / "x.txt").write_text("to be or not to be " * 20)
     with pytest.raises(DataError, match=r"x\.txt has one text of 0 characters, so data\.half = 2 is empty"):
         federate("text", directory=tmp_path / "x.txt", half=2)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from fedflat.recipe import load
-from fedflat.runs.build import prepare, start_engine
+from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
+from fedflat.runs.launch import start_engine
 
 LOOPBACK = Path(__file__).parents[2] / "benchmarks" / "loopback.py"
 # A rehearsal: both sides draw by the recipe's seed, so that a deployment has the simulator's bits.

@@ -183,7 +183,7 @@ def test_without_a_gpu_no_step_is_recorded_and_a_recipe_that_asks_for_it_is_refu
 
 
 def test_a_recipe_passes_the_wish_on(monkeypatch):
-    monkeypatch.setattr("fedflat.runs.build._device", lambda recipe: "cpu")
+    monkeypatch.setattr("fedflat.runs.build.device_of", lambda recipe: "cpu")
     recipe = validated({"engine": {"graph": True}, "server": {"cohort": 40}, "split": {"clients": 40}})
     problem = assemble(recipe, federate("digits", "iid", 40), None, parse("fedavg"))
     assert problem.group == 1

@@ -12,8 +12,9 @@ from fedflat.methods.parser import explain, parse, spell
 from fedflat.methods.part import Part
 from fedflat.methods.parts import ActivationNorm, Ascent, DynamicDual, Proximal, ProximalAscent
 from fedflat.recipe import load
-from fedflat.runs.build import load_run, prepare
+from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
+from fedflat.runs.loading import load_run
 from fedflat.trusted import trust
 
 

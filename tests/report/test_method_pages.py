@@ -25,6 +25,13 @@ def test_every_run_stands_beside_its_papers_number():
     }
 
 
+def test_what_a_study_varies_beside_the_method_is_not_pooled():
+    page = (FOLDER / "fedsam.md").read_text("utf-8")
+    for precision in ("float32", "bf16"):
+        assert f"| fashion-bf16 | `fedsam(0.1)`, {precision} | 8 |" in page
+    assert all(len({row["values"]["seed"] for row in each.rows}) == len(each.rows) for each in studied())
+
+
 def test_a_study_with_a_single_evaluation_has_its_row_without_a_figure():
     """MAN's own network was evaluated after the last round only."""
     page = (FOLDER / "man.md").read_text("utf-8")

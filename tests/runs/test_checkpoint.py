@@ -21,10 +21,11 @@ from fedflat.errors import RunError
 from fedflat.recipe import Recipe, load
 from fedflat.rounds.state import ServerState
 from fedflat.runs import checkpoint, manifest
-from fedflat.runs.build import load_run, prepare
+from fedflat.runs.build import prepare
 from fedflat.runs.checkpoint import Checkpoints, fingerprint
 from fedflat.runs.experiment import execute
 from fedflat.runs.folder import read_recipe
+from fedflat.runs.loading import load_run
 from fedflat.runs.manifest import verified
 
 TINY = ["method=scaffold", "model.hidden=[8]", "split.clients=6", "server.cohort=2", "server.rounds=4", "local.steps=2",

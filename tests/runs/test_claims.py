@@ -27,8 +27,11 @@ from fedflat.runs.claims import (
     shipped_evidence,
     state_of,
 )
-from fedflat.runs.claims.effect import DERIVED, FEWEST, beside_best, pooled_tau, rounds_to_target
+from fedflat.runs.claims.claim import FEWEST
+from fedflat.runs.claims.effect import beside_best
 from fedflat.runs.claims.evidence import row_of
+from fedflat.runs.claims.kendall import pooled_tau
+from fedflat.runs.claims.quantities import DERIVED, rounds_to_target
 from fedflat.runs.claims.verdict import Hypothesis
 from fedflat.runs.experiment import execute
 from fedflat.runs.sweep import load_sweep

@@ -30,9 +30,10 @@ from fedflat.federation.augment import normalise
 from fedflat.models import MODELS, Normalised, build
 from fedflat.models.source_code import source
 from fedflat.recipe import load
-from fedflat.runs.build import load_run, prepare
+from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.export import Signature, export, onnx_bytes
+from fedflat.runs.loading import load_run
 from forking import without_fedflat
 
 QUICK = ["server.rounds=3", "engine=inline", "local.epochs=1", "checkpoint.every=1"]

@@ -17,10 +17,11 @@ from fedflat import Part, Result, federate, train
 from fedflat.errors import RecipeError, RunError, TrainingError
 from fedflat.recipe import Recipe, load, section_fields
 from fedflat.runs import experiment
-from fedflat.runs.build import load_run, prepare
+from fedflat.runs.build import prepare
 from fedflat.runs.experiment import _tell_refused, execute
 from fedflat.runs.given import DATA, SPLIT
 from fedflat.runs.keywords import SECTIONS, Settings, fields
+from fedflat.runs.loading import load_run
 
 QUICK = dict(rounds=2, engine="inline")
 PARAMETERS = inspect.signature(train).parameters

@@ -5,9 +5,10 @@ import torch
 
 from fedflat.errors import RunError
 from fedflat.recipe import load
-from fedflat.runs.build import load_run, prepare
+from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.kept import kept_checkpoints, kept_models, local_round, located
+from fedflat.runs.loading import load_run
 
 TINY = ["split.clients=6", "split.alpha=0.5", "model.hidden=[8]", "server.rounds=5", "server.cohort=3", "local.lr=0.1"]
 TINY += ["server.average=uniform"]

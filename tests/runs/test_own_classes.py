@@ -11,7 +11,7 @@ import forking
 from fedflat import trusted
 from fedflat.errors import RecipeError, RunError
 from fedflat.runs import own_classes
-from fedflat.runs.build import load_run
+from fedflat.runs.loading import load_run
 from fedflat.runs.own_classes import CodeError, own_code
 
 CELLS = [

@@ -32,8 +32,9 @@ from fedflat.models.vector import Network
 from fedflat.randomness import generator
 from fedflat.recipe import Local, load
 from fedflat.rounds.setup import Problem
-from fedflat.runs.build import last_lr, load_run, prepare
+from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
+from fedflat.runs.loading import last_lr, load_run
 from fedflat.runs.neighbours import Mixture, Neighbours, nearest_labels
 from fedflat.runs.personal import ALONE, Personal, by_name, personalise, save, summary
 from fedflat.tasks import TASKS

@@ -8,8 +8,9 @@ from fedflat.cli import app
 from fedflat.recipe import load
 from fedflat.rounds import Worker
 from fedflat.runs import step_cost as timing
-from fedflat.runs.build import load_run, prepare
+from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
+from fedflat.runs.loading import load_run
 from fedflat.runs.sweep.results import columns
 
 SETTINGS = ["method=man(0.15)", "model.hidden=[8]", "split.clients=3", "server.rounds=1", "server.cohort=2",

@@ -79,7 +79,7 @@ def _studies(chosen: Judged) -> "dict[str, Sweep]":
 
 def _refuse_unmeasured(states: "Sequence[State]", evidence: "Evidence") -> None:
     """Refuse a quantity that no pair of runs has: it is probably misspelt, or its command after the run is missing."""
-    from fedflat.runs.claims.effect import DERIVED
+    from fedflat.runs.claims.quantities import DERIVED
 
     for state in states:
         what = "measure" if state.claim.ranking else "part"

@@ -18,7 +18,7 @@ def cost(
     as_json: JsonOption = False,
 ) -> None:
     """Time a local step of a run's method in turns with a plain one, in processor time of one thread."""
-    from fedflat.runs.build import load_run
+    from fedflat.runs.loading import load_run
     from fedflat.runs.step_cost import step_cost
 
     problem = load_run(run)

@@ -100,7 +100,7 @@ def flatness(
     from fedflat.flatness.measure import NAMES
     from fedflat.flatness.spectral import draw_density
     from fedflat.progress import progress
-    from fedflat.runs.build import load_run
+    from fedflat.runs.loading import load_run
 
     if federated and theory:
         raise RecipeError("--theory compares the clients with the pooled samples; leave --federated out")
@@ -185,7 +185,7 @@ def _by_clients(
     """Compute the spectrum from products that the clients compute."""
     from fedflat.flatness import FederatedHessian, HessianProduct, spectrum
     from fedflat.rounds.server import first_state
-    from fedflat.runs.build import start_engine
+    from fedflat.runs.launch import start_engine
 
     state = first_state(problem)
     with closing(start_engine(problem, state, HessianProduct(portion, matrix))) as engine:
@@ -245,8 +245,8 @@ def landscape(
     from fedflat.flatness import Portion
     from fedflat.flatness import landscape as walk
     from fedflat.progress import progress
-    from fedflat.runs.build import load_run
     from fedflat.runs.folder import beside
+    from fedflat.runs.loading import load_run
 
     if not 0 < span < math.inf:
         raise RecipeError(f"--span {span}: it must be a positive number")
@@ -293,7 +293,7 @@ def span_of(rows: list[dict[str, Any]], field: str) -> str:
 
 def checked(runs: list[Path]) -> list[Path]:
     """Check that all runs can be read before anything is measured."""
-    from fedflat.runs.build import load_run
+    from fedflat.runs.loading import load_run
 
     for run in runs:
         load_run(run)

@@ -43,7 +43,7 @@ def duality(
     from fedflat.flatness import decompose as analyse
     from fedflat.flatness import layers_of
     from fedflat.progress import progress
-    from fedflat.runs.build import load_run
+    from fedflat.runs.loading import load_run
 
     rows, results = list[dict[str, Any]](), {}
     for run in checked(runs):

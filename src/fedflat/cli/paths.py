@@ -59,8 +59,8 @@ def path(
     from fedflat.flatness import Portion, interpolate
     from fedflat.progress import progress
     from fedflat.report.path_table import path_table
-    from fedflat.runs.build import load_run
     from fedflat.runs.kept import located
+    from fedflat.runs.loading import load_run
 
     first, second = (load_run(located(each)) for each in (a, b))
     federation = first.federation
@@ -107,8 +107,8 @@ def trajectory(
     from fedflat.flatness import trajectory as project
     from fedflat.progress import progress
     from fedflat.report.path_table import trajectory_table
-    from fedflat.runs.build import load_run
     from fedflat.runs.kept import KEEP, kept_checkpoints, kept_models, local_round
+    from fedflat.runs.loading import load_run
 
     kept = kept_checkpoints(run)
     if plane is Through.clients and not clients:
@@ -176,8 +176,8 @@ def animate(
     from fedflat.progress import progress
     from fedflat.report.animation import check_animation, draw_animation
     from fedflat.report.path_table import film_table
-    from fedflat.runs.build import load_run
     from fedflat.runs.kept import kept_checkpoints, kept_models
+    from fedflat.runs.loading import load_run
 
     if picture:
         check_animation(picture)
@@ -239,8 +239,8 @@ def rescale(
     from fedflat.flatness import Portion, scale_test
     from fedflat.progress import progress
     from fedflat.report.path_table import scale_table
-    from fedflat.runs.build import load_run
     from fedflat.runs.kept import located
+    from fedflat.runs.loading import load_run
 
     objective = Portion(samples, seed).pooled(load_run(located(run), parameters=parameters.value))
     with progress(f"{run}: measuring twice"):

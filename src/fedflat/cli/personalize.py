@@ -44,9 +44,10 @@ def personalize(
     from rich.progress import track
 
     from fedflat.engine import cores
-    from fedflat.runs.build import assemble, last_lr, load_run, on_cpu
+    from fedflat.runs.build import assemble
     from fedflat.runs.export import standing
     from fedflat.runs.folder import read_model, read_recipe
+    from fedflat.runs.loading import last_lr, load_run, on_cpu
     from fedflat.runs.neighbours import Neighbours
     from fedflat.runs.personal import by_name, personalise, save, summary
 

@@ -243,4 +243,4 @@ CORPORA: dict[str, Callable[[Path | None, Cut], Dataset]] = {
     "jsonl": json_lines,
     "datasets": hub_folder,
 }
-HALVED = ("shakespeare", "text")  # their owners are roles or files
+OWNED = ("shakespeare", "text")  # their owners are roles or files

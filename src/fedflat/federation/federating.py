@@ -17,7 +17,7 @@ from fedflat.federation import authors, partition
 from fedflat.federation.augment import Augment
 from fedflat.federation.corpora import Cut
 from fedflat.federation.dataset import Dataset
-from fedflat.federation.datasets import HALVED, known_datasets, load
+from fedflat.federation.datasets import OWNED, known_datasets, load
 from fedflat.federation.hub_data import hub_dataset, is_hub_data
 from fedflat.federation.packed import Packed
 from fedflat.federation.partitioners import is_partitioner, partitioned
@@ -155,7 +155,7 @@ def federate(
         stride: tokens between two windows; 0 means 1 for `next`, the window for `all`.
         predict: the token after a window, or the next one at every position of it.
         words: words in the vocabulary of a named text; 0 takes characters.
-        shortest: characters that a role or a file must have.
+        shortest: characters that a role of `shakespeare` or a file of `text` must have.
         half: 1 or 2 for every second role of `shakespeare` or file of `text`; 0 takes all.
         tokenizer: a tokenizer.json, or a local folder of the hub with one, whose tokens a named text has.
 
@@ -174,8 +174,10 @@ def federate(
     shaken: object = augment
     if not isinstance(shaken, Augment | None):
         raise RecipeError(f"augment: is a {type(shaken).__name__}; give a fedflat.Augment")
-    if half and not (isinstance(data, str) and data in HALVED):
-        raise RecipeError(f"data.half = {half!r}: only {' and '.join(HALVED)} have roles or files to choose from")
+    for option, choice in (("half", half), ("shortest", shortest)):
+        if choice and not (isinstance(data, str) and data in OWNED):
+            known = " and ".join(OWNED)
+            raise RecipeError(f"data.{option} = {choice!r}: only {known} have roles or files to choose from")
     text: dict[str, Any] = {
         "window": window,
         "stride": stride,

@@ -139,8 +139,7 @@ def without_seed(recipe: Recipe) -> Recipe:
     """Return the recipe that clients receive: without a seed that reveals draws, unless it is for a rehearsal."""
     if recipe.deployment.draws == "recipe":
         return recipe
-    split = recipe.split.seed if recipe.split.seed is not None else recipe.seed
-    return overridden(recipe, ["seed=0", f"split.seed={split}"])
+    return overridden(recipe, ["seed=0", f"split.seed={recipe.split_seed}"])
 
 
 def add_clients(directory: Path, count: int) -> tuple[int, int]:

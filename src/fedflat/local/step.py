@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fedflat.local.kernels import choose
-from fedflat.local.kernels.graph import GraphedStep
 from fedflat.local.kernels.sgd import FusedUpdate
 from fedflat.local.rule import Batch, LocalRule, Loss, Outcome, Vectors
 from fedflat.local.slope import Slope, sight
@@ -40,21 +39,20 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
     """
     network.load(start)
     network.module.train()
-    velocity = torch.zeros_like(start) if rule.momentum and rule.descent is None else None
+    velocity: Tensor | None = None
     memory = rule.descent.start(start) if rule.descent else {}
     carry = dict(rule.carry)
     watcher = Watcher(network, rule, loss)
     with network.listening(**sight([*rule.terms, rule.ascent])) as tap:
         slope = Slope(network, rule, loss, tap)
-        slope.velocity = velocity
         stream = iter(batches)
         for k, batch in enumerate(stream):
             watcher.look(batch)
             slope.at(batch, next(stream, None) if rule.pairs else None)
             if k == 0:  # the choice of kernels depends on the labels
                 slope.kernels = kernels = choose(network, rule, loss, batch[1])
-                if isinstance(kernels.step, GraphedStep):
-                    velocity = slope.velocity = None  # graphs have recorded one of their own
+                if rule.momentum and rule.descent is None and not kernels.own_velocity:
+                    velocity = slope.velocity = torch.zeros_like(start)
             if kernels.step:
                 kernels.step(slope, velocity, k)
                 continue

@@ -9,6 +9,7 @@ from fedflat.recipe.reading import (
     overridden,
     parsed,
     parsed_override,
+    read_table,
     read_text,
     stacked,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "overridden",
     "parsed",
     "parsed_override",
+    "read_table",
     "read_text",
     "section_fields",
     "stacked",

@@ -34,7 +34,7 @@ class Data(Named):
     tokenizer: str | None = Field(
         None, description="tokenizer.json of a text's tokens, or a folder of the hub with one"
     )
-    shortest: int = Field(0, ge=0, description="characters that a role or a file must have")
+    shortest: int = Field(0, ge=0, description="characters that a role or file of a text must have")
     half: int = Field(0, ge=0, le=2, description="1 or 2: every second role or file of a text; 0 = all")
     by_length: bool = Field(False, description="batches of texts of similar length, with little padding")
 

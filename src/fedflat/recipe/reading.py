@@ -77,6 +77,18 @@ def read_text(path: Path) -> str:
     return content.decode("utf-8-sig")  # editors on Windows begin a file with a byte order mark
 
 
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a TOML file as a table.
+
+    Raises:
+        RecipeError: if the file cannot be read, or is not valid TOML.
+    """
+    try:
+        return parsed(read_text(path), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read ({error})") from None
+
+
 def parsed(text: str, source: str) -> dict[str, Any]:
     """Parse TOML to a table; errors name `source` as its origin.
 

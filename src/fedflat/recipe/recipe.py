@@ -61,6 +61,11 @@ class Recipe(Section):
         return self.model_dump(exclude={"server": {"rounds", "stop_loss"}, **where, **aside})
 
     @property
+    def split_seed(self) -> int:
+        """The seed of the split and of everything else that decides who holds which samples."""
+        return self.seed if self.split.seed is None else self.split.seed
+
+    @property
     def metric(self) -> str:
         """The name of the metric that tables, targets and checkpoints follow."""
         return self.evaluation.metric or "accuracy"

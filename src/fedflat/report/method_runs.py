@@ -52,12 +52,20 @@ REFERENCE = "fedavg"
 
 @dataclass(frozen=True)
 class Studied:
-    """The runs of one method in one study, by seed, and its number in the paper's table."""
+    """The runs of one method in one study, by seed, and its number in the paper's table.
+
+    `setting` has what else the study varies, such as the precision.
+    """
 
     study: str
     method: str
+    setting: str
     rows: list[Row]
     paper: str
+
+    @property
+    def label(self) -> str:
+        return ", ".join(filter(None, (self.method, self.setting)))
 
     @property
     def curves(self) -> list[list[tuple[int, float]]]:
@@ -86,12 +94,13 @@ def studied() -> list[Studied]:
             if name in seen:
                 continue
             seen.add(name)
-            groups: dict[str, list[Row]] = {}
+            groups: dict[tuple[str, str], list[Row]] = {}
             for point in study.points:
                 row = evidence.of(study, point)
                 if row and row["curve"] and row["curve"][-1][0] > 1 and isinstance(point.values.get("method"), str):
-                    groups.setdefault(point.values["method"], []).append(row)
-            found += [Studied(name, method, rows, _printed(name, method, rows)) for method, rows in groups.items()]
+                    others = (str(v) for field, v in point.values.items() if field not in ("method", "seed"))
+                    groups.setdefault((point.values["method"], ", ".join(others)), []).append(row)
+            found += [Studied(name, *who, rows, _printed(name, who[0], rows)) for who, rows in groups.items()]
     return found
 
 
@@ -162,7 +171,8 @@ def section(name: str, runs: Sequence[Studied]) -> list[str]:
     for each in mine:
         last = [100 * curve[-1][1] for curve in each.curves]
         spread = f" ± {stdev(last):.1f}" if len(last) > 1 else ""
-        lines.append(f"| {each.study} | `{each.method}` | {len(last)} | {fmean(last):.1f}{spread} | {each.paper} |")
+        what = ", ".join(filter(None, (f"`{each.method}`", each.setting)))
+        lines.append(f"| {each.study} | {what} | {len(last)} | {fmean(last):.1f}{spread} | {each.paper} |")
     lines += ["", "The studies are smaller than the papers' experiments: compare methods, not numbers"]
     lines[-1] += " ([results](../results.md))."
     if any(each.method in ALIKE for each in mine):
@@ -178,7 +188,7 @@ def figures(runs: Sequence[Studied]) -> dict[str, str]:
     for study in dict.fromkeys(each.study for each in runs):
         here = [each for each in runs if each.study == study and each.drawn]
         for name in dict.fromkeys(page_of(each.method) for each in here):
-            lines = {each.method: each.curves for each in here if each.method == REFERENCE}
-            lines |= {each.method: each.curves for each in here if page_of(each.method) == name}
+            lines = {each.label: each.curves for each in here if each.method == REFERENCE}
+            lines |= {each.label: each.curves for each in here if page_of(each.method) == name}
             found[f"figures/methods/{name}-{study}.svg"] = curves(lines, f"{name} in {study}: test accuracy")
     return found

@@ -130,11 +130,12 @@ class Apart:
     """Clients that share steps and whose group failed, so that they train one by one instead.
 
     If one of them fails on its own too, its refusal says why. If none does, the common steps themselves are at fault: a
-    warning says why, since the clients' results would not show it.
+    warning says why, since the clients' results would not show it. Each reason is told once in a run.
     """
 
     def __init__(self) -> None:
         self._groups: dict[int, _Group] = {}
+        self._told: set[str] = set()
 
     def add(self, clients: Sequence[int], why: str) -> None:
         """Note that the common steps of these clients failed."""
@@ -146,7 +147,8 @@ class Apart:
         if group is None:
             return outcome
         group.left -= isinstance(outcome, Upload)  # never reaches 0 if one failed
-        if not group.left:
+        if not group.left and group.why not in self._told:
+            self._told.add(group.why)
             warnings.warn(
                 "clients train one by one because their common steps failed, which they do not on their own: "
                 f"{group.why}; engine.group = 1 does not try common steps",

@@ -1,6 +1,6 @@
 """Experiments: from a recipe to a run folder and back, sweeps, verification, personalisation and export."""
 
-from fedflat.runs.build import assemble, augmentation, gather, last_lr, load_run, sharpness_portion
+from fedflat.runs.build import assemble, augmentation, gather
 from fedflat.runs.claims import (
     Effect,
     Evidence,
@@ -14,14 +14,17 @@ from fedflat.runs.claims import (
 )
 from fedflat.runs.experiment import execute, train
 from fedflat.runs.folder import Record, read_recipe
+from fedflat.runs.launch import sharpness_portion
+from fedflat.runs.loading import last_lr, load_run
 from fedflat.runs.lock import RunLock
 from fedflat.runs.manifest import checkpoint_rounds
 from fedflat.runs.record import read_record
 from fedflat.runs.result import Result, bare_method, summary
 from fedflat.runs.rewind import go_back
 from fedflat.runs.signals import CAUGHT
+from fedflat.runs.sweep.grid import load_sweep, shipped
 from fedflat.runs.sweep.overrides import NAME, flattened, spelled
-from fedflat.runs.sweep.plan import FULL, load_sweep, shipped
+from fedflat.runs.sweep.plan import FULL
 from fedflat.runs.sweep.results import Row, columns, mean_and_std, noted, places, read_rows
 from fedflat.runs.tune import read_tuned
 from fedflat.runs.tune import rows as tuned_rows

@@ -34,11 +34,14 @@ from fedflat.rounds import (
     view,
 )
 from fedflat.runs.arguments import check_arguments
-from fedflat.runs.build import assemble, beginning, in_full, show, start_engine
+from fedflat.runs.build import assemble, beginning
 from fedflat.runs.checkpoint import Checkpoints
+from fedflat.runs.defaults import in_full
 from fedflat.runs.folder import Record, RunFolder
 from fedflat.runs.given import beyond_a_recipe, described, keep, model_table
 from fedflat.runs.keywords import Settings, on_default, sections, with_settings
+from fedflat.runs.launch import start_engine
+from fedflat.runs.loading import show
 from fedflat.runs.lock import RunLock
 from fedflat.runs.own_classes import with_own_code
 from fedflat.runs.result import Result, stopped, summary

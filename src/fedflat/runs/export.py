@@ -23,9 +23,9 @@ from fedflat.files import read_whole, write_whole, written_to
 from fedflat.models import MODELS, Normalised, is_adapted, merged, source
 from fedflat.recipe import Recipe
 from fedflat.rounds import Problem
-from fedflat.runs.build import load_run
 from fedflat.runs.card import card
 from fedflat.runs.folder import Record, beside, read_recipe, whole_model
+from fedflat.runs.loading import load_run
 from fedflat.runs.own_classes import kept_code
 from fedflat.runs.record import is_summary, read_summary
 from fedflat.runs.text_card import CONFIG, HUB, TOKENIZER, VOCABULARY, config_bytes, vocabulary_bytes

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedflat.errors import RecipeError, RunError
 from fedflat.files import changeable, private_directory, read_whole, write_whole, written_to
 from fedflat.models import Network
-from fedflat.recipe import Recipe, parsed, read_text, validated
+from fedflat.recipe import Recipe, read_table, validated
 from fedflat.runs.lock import RunLock
 from fedflat.runs.record import read_record, read_summary
 
@@ -254,9 +254,7 @@ def read_recipe(directory: Path) -> Recipe:
         raise RunError(f"{directory}: no run is here (no recipe.toml); give a directory that `fedflat run` wrote")
     try:
         # Not `recipe.load`: a run's recipe is complete, and the default recipe must not fill in missing values.
-        table = parsed(read_text(path), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{path}: cannot be read ({error})") from None
+        table = read_table(path)
     except RecipeError as error:
         raise RunError(str(error)) from None
     try:

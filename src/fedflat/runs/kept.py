@@ -24,7 +24,7 @@ from fedflat.rounds import (
     first_state,
     view,
 )
-from fedflat.runs.build import load_checkpoint
+from fedflat.runs.loading import load_checkpoint
 from fedflat.runs.manifest import Checkpoint, manifests
 
 _AT = re.compile(r"(.*)@(\d+)")

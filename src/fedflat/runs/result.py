@@ -23,8 +23,8 @@ from fedflat.methods import concise
 from fedflat.models import own_output
 from fedflat.recipe import Recipe
 from fedflat.rounds import Problem, flat_record
-from fedflat.runs.build import load_run
 from fedflat.runs.folder import Record, parameters
+from fedflat.runs.loading import load_run
 from fedflat.runs.record import read_record
 from fedflat.shown import Shown, framed
 from fedflat.tasks import Task

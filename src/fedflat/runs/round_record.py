@@ -7,8 +7,8 @@ import math
 from fedflat.errors import AwayError, printable
 from fedflat.flatness import FederatedHessian, top_eigenvalues
 from fedflat.rounds import Engine, Problem, RoundReport, ServerState, gradient_norm, margin_loss
-from fedflat.runs.build import sharpness_portion
 from fedflat.runs.folder import Record
+from fedflat.runs.launch import sharpness_portion
 
 
 def round_record(state: ServerState, report: RoundReport) -> Record:

@@ -35,7 +35,7 @@ from fedflat.recipe import Local, Server, validated
 from fedflat.rounds import client
 from fedflat.rounds.server import conduct, first_state
 from fedflat.rounds.setup import Problem
-from fedflat.runs import build
+from fedflat.runs import build, load_run
 from fedflat.runs.build import assemble
 from fedflat.runs.experiment import execute
 from fedflat.runs.personal import personalise
@@ -164,12 +164,12 @@ def resumed(federation: Federation) -> None:
             raise InterruptedError
 
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
-        patch.setattr(build, "_device", lambda recipe: "second" if recipe.engine.device == "cuda" else "cpu")
+        patch.setattr(build, "device_of", lambda recipe: "second" if recipe.engine.device == "cuda" else "cpu")
         whole = run(Path(folder, "whole"))
         with pytest.raises(InterruptedError):
             run(Path(folder, "parts"), stop)
         assert torch.equal(run(Path(folder, "parts"), resume=True), whole)
-        loaded = build.load_run(Path(folder, "whole"), federation, module=net())
+        loaded = load_run(Path(folder, "whole"), federation, module=net())
         assert torch.equal(loaded.network.weights, whole)
 
 

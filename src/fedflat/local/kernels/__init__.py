@@ -58,6 +58,11 @@ class Kernels:
     head: HeadPass | None = None
     update: FusedUpdate | None = None
 
+    @property
+    def own_velocity(self) -> bool:
+        """Whether the momentum is in the kernel of the step, so that the client needs no vector for it."""
+        return self.step is not None and self.step.own_velocity
+
 
 K = TypeVar("K", bound=Kernel)
 

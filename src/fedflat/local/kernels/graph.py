@@ -95,6 +95,8 @@ class GraphedStep:
     The graphs of a network are kept from client to client, until a constant of the step changes.
     """
 
+    own_velocity = True  # a graph moves the one that it has recorded
+
     def __init__(self, network: Network, rule: LocalRule) -> None:
         decay = rule.decay + rule.weight_decay
         constants = (network.weights.data_ptr(), rule.lr, rule.momentum, rule.nesterov, decay)

@@ -127,6 +127,8 @@ class ChainGradient:
 class ChainStep:
     """Computes the whole step of a chain for rules whose step is exactly w ← w − η (∇loss + decay · w)."""
 
+    own_velocity = False
+
     def __init__(self, network: Network, rule: LocalRule) -> None:
         self._chain, self._rule, self._decay = Chain(linear_layers(network)), rule, rule.decay + rule.weight_decay
 

@@ -55,6 +55,8 @@ class DirectStep:
     hand-written gradient is flat already, which is faster.
     """
 
+    own_velocity = False
+
     def __init__(self, network: Network, rule: LocalRule) -> None:
         self._network, self._rule, self._decay = network, rule, rule.decay + rule.weight_decay
 

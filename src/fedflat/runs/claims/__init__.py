@@ -1,4 +1,4 @@
-"""The papers' claims: hypotheses about runs (claim), their results (evidence), effects and verdicts."""
+"""The papers' claims: hypotheses about runs (claim), their results (evidence, quantities), effects and verdicts."""
 
 from fedflat.runs.claims.claim import Claim, Part, Ranking, load_claim, load_studies, shipped_claims
 from fedflat.runs.claims.effect import Effect, State, beside_best, state_of

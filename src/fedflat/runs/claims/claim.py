@@ -31,9 +31,11 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from fedflat.errors import RecipeError, nearest, shortened
-from fedflat.recipe import Section, parsed, read_text
+from fedflat.recipe import Section, read_table
 from fedflat.runs.claims.verdict import Direction, Need
-from fedflat.runs.sweep.plan import Point, Sweep, load_sweep
+from fedflat.runs.shipped import shipped_folder
+from fedflat.runs.sweep.grid import load_sweep
+from fedflat.runs.sweep.plan import Point, Sweep
 
 FEWEST = 3  # runs that a ranking needs
 Values = dict[str, Any]
@@ -155,13 +157,7 @@ def matches(point: Point, values: Values) -> bool:
 
 def shipped_claims() -> dict[str, Path]:
     """The claim files that come with fedflat, by name."""
-    return {path.stem: path for path in sorted(_folder().glob("*.toml"))}
-
-
-def _folder() -> Path:
-    package = Path(__file__).parents[2]
-    # A wheel has them inside the package, a checkout at the top.
-    return next((f for f in (package / "claims", package.parents[1] / "claims") if f.is_dir()), package / "claims")
+    return {path.stem: path for path in sorted(shipped_folder("claims").glob("*.toml"))}
 
 
 def load_claim(source: str | Path) -> Claim:
@@ -179,10 +175,7 @@ def load_claim(source: str | Path) -> Claim:
         if str(source) not in known:
             raise RecipeError(f"{source}: there is no such claim; {nearest(str(source), known)}")
         path = known[str(source)]
-    try:
-        table = parsed(read_text(path), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read ({error})") from None
+    table = read_table(path)
     try:
         return Claim.model_validate({**table, "name": path.stem})
     except ValidationError as error:
@@ -233,7 +226,7 @@ def _refuse_unnamed_weights(claim: Claim, study: Sweep) -> None:
 
 
 def _study_file(claim: Claim, name: str, beside: Path | None) -> Path:
-    folder = (beside or _folder()) / "studies"
+    folder = (beside or shipped_folder("claims")) / "studies"
     known = {path.stem: path for path in folder.glob("*.toml")}
     if name not in known:
         short = shortened(name)

@@ -15,6 +15,7 @@ from fedflat.files import read_whole, write_whole, written_to
 from fedflat.recipe import Recipe
 from fedflat.runs.folder import read_recipe
 from fedflat.runs.record import read_record, read_summary
+from fedflat.runs.shipped import shipped_folder
 from fedflat.runs.sweep.plan import Point, Sweep
 from fedflat.runs.sweep.results import Row, finished
 
@@ -43,9 +44,7 @@ def _changed(recipe: Recipe) -> dict[str, Any]:
 
 def shipped_evidence() -> Path:
     """The directory of the results that come with fedflat."""
-    package = Path(__file__).parents[2]
-    # A wheel has them inside the package, a checkout among its documents.
-    return next((f for f in (package / "results", package.parents[1] / "docs" / "results") if f.is_dir()), package)
+    return shipped_folder("results", checkout="docs/results")
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 from fedflat.runs.tune.halving import Rung, promoted, rungs, spent
 from fedflat.runs.tune.optuna_storage import open_storage, to_optuna
-from fedflat.runs.tune.search import Plan, Trial, Tuned, final_sweep, read_tuned, rows, search
+from fedflat.runs.tune.search import Plan, final_sweep, search
 from fedflat.runs.tune.space import Space, read_space, tuned_recipe
+from fedflat.runs.tune.tuned import Trial, Tuned, read_tuned, rows
 
 __all__ = [
     "Plan",

@@ -7,7 +7,8 @@ from typing import Any
 
 from fedflat.errors import RecipeError
 from fedflat.runs.sweep.overrides import spelled
-from fedflat.runs.tune.search import Plan, Trial, Tuned
+from fedflat.runs.tune.search import Plan
+from fedflat.runs.tune.tuned import Trial, Tuned
 
 
 def to_optuna(plan: Plan, found: Sequence[Tuned], storage: Any, name: str) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 from fedflat.errors import RecipeError, nearest, shortened
 from fedflat.randomness import numpy_generator
-from fedflat.recipe import Recipe, nested, parsed, read_text, stacked
+from fedflat.recipe import Recipe, nested, read_table, stacked
+from fedflat.runs.sweep.grid import is_field
 from fedflat.runs.sweep.overrides import filled, flattened, listed, names_in, spelled
-from fedflat.runs.sweep.plan import is_field
 
 Settings = dict[str, Any]
 # Fields that the search itself sets for every trial, and how to choose them.
@@ -78,10 +78,7 @@ def read_space(methods: Sequence[str], written: Iterable[str], default: str = "f
 
 
 def _table(path: Path) -> Mapping[str, Any]:
-    try:
-        table = parsed(read_text(path), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read ({error})") from None
+    table = read_table(path)
     if unknown := [name for name in table if name not in ("method", "space")]:
         raise RecipeError(f"{path}: {unknown[0]!r} is unknown; a space has `method` and a table [space]")
     if not isinstance(table.get("space", {}), Mapping):
