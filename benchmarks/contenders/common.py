@@ -107,14 +107,14 @@ class Clients(Sequence[TensorDataset]):
     """Each client's samples, copied when asked for."""
 
     def __init__(self, inputs: Tensor, labels: Tensor, shards: Shards) -> None:
-        self._inputs, self._labels, self._shards = inputs, labels, shards
+        self.inputs, self.labels, self.shards = inputs, labels, shards
 
     def __len__(self) -> int:
-        return len(self._shards)
+        return len(self.shards)
 
     def __getitem__(self, client: int) -> TensorDataset:
-        shard = self._shards[client]
-        return TensorDataset(self._inputs[shard], self._labels[shard])
+        shard = self.shards[client]
+        return TensorDataset(self.inputs[shard], self.labels[shard])
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:

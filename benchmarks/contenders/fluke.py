@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
-from common import Job, Stopwatch, trained
+from common import Clients, Job, Stopwatch, trained
 
 # This file has the package's name, and the folder of a script comes first on the path.
 sys.path.pop(0)
@@ -52,15 +53,24 @@ from torch import Tensor, nn  # noqa: E402
 
 
 class Batches(FastDataLoader):
-    """fluke's loader of a client's indices, whose samples are copied batch by batch: clients may share them."""
+    """fluke's loader of a client's indices, whose samples are copied batch by batch."""
 
-    def __init__(self, inputs: Tensor, labels: Tensor, shard: Tensor, size: int) -> None:
-        super().__init__(shard, num_labels=10, batch_size=size, shuffle=True, skip_singleton=False)
+    def __init__(self, inputs: Tensor, labels: Tensor, shard: Tensor, **settings: Any) -> None:
+        super().__init__(shard, **settings)
         self._inputs, self._labels = inputs, labels
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         (indices,) = super().__next__()
         return self._inputs[indices], self._labels[indices]
+
+
+def loaders(job: Job) -> list[FastDataLoader]:
+    """Each client's loader. Copies of samples that clients share might not fit into memory."""
+    settings = {"num_labels": 10, "batch_size": job.batch, "shuffle": True, "skip_singleton": False}
+    clients = job.clients()
+    if isinstance(clients, Clients):
+        return [Batches(clients.inputs, clients.labels, shard, **settings) for shard in clients.shards]
+    return [FastDataLoader(*samples.tensors, **settings) for samples in clients]
 
 
 class Named(Server):
@@ -97,10 +107,9 @@ def main() -> None:
     np.random.seed(job.seed)
     sgd = {"name": "SGD", "lr": job.lr, "momentum": job.momentum, "weight_decay": job.weight_decay}
     optimizer, loss = OptimizerConfigurator(sgd), nn.CrossEntropyLoss()
-    inputs, labels, shards = job.arrays()
     clients = [
-        Client(index, Batches(inputs, labels, shard, job.batch), None, optimizer, loss, job.epochs, persistency=False)
-        for index, shard in enumerate(shards)
+        Client(index, loader, None, optimizer, loss, job.epochs, persistency=False)
+        for index, loader in enumerate(loaders(job))
     ]
     server = Named(job, clients)
     rounds = Rounds(len(clients), None, {}, clients, server)
