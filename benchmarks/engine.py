@@ -1,12 +1,14 @@
 """fedflat's engine compared with other frameworks on the same jobs, in turns: A, B, C, A, B, C, …
 
-    FEDFLAT_DATA=… python benchmarks/engine.py --jobs J1=3 J2=3 J3=100 J3b=20 J4=3 J8=3 J9=3 --repeats 3 --out engine.md
+    FEDFLAT_DATA=… python benchmarks/engine.py --jobs J1=3 J2=3 J3=100 J3b=20 J4=3 J6=3 J7=3 J8=3 J9=3 J10=4
     python benchmarks/engine.py --jobs J3=50 --python flower=ENV/bin/python …
 
 First every contender runs one round of a small job with each model, and the losses after it must agree. A framework
 whose Python is not given gets its own environment in the cache folder. On J2 ours also runs in bf16, with one worker,
-on Ray, and with FedSAM and FedSMOO (these are J5). Writes a Markdown page, a figure and a .json with every single run.
-Run it on an idle machine.
+on Ray, and with FedSAM and FedSMOO (these are J5). J10 has 1,000 clients a round out of 10,000, J10c out of 100,000 and
+J10m out of 1,000,000. A contender that ends with an error, runs out of memory or takes longer than --timeout is told as
+"failed", and the others go on. Writes a Markdown page and a .json with every single run after each job, and a figure at
+the end. Run it on an idle machine.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from contenders.processes import adopt, descendants, end_family
+from contenders.processes import adopt, descendants, end_family, first_to_end
 from platformdirs import user_cache_path
 
 Run = dict[str, Any]
@@ -41,9 +43,9 @@ VARIANTS = {
 }
 # Who runs what, where it is not the contenders alone.
 BF16 = (*CONTENDERS, "ours, bf16")
-TEXT = ("naive", "flower", "pfl_research", "ours")
-FIELDS = {"J2": (*CONTENDERS, *VARIANTS), "J4": BF16, "J8": BF16, "J9": BF16, "J6": TEXT, "J7": TEXT}
-FIELDS |= {"check-lstm": TEXT, "check-gpt": TEXT}
+# For each of its nodes, Flower's simulation looks through all messages of a round: 10⁸ looks a pass on J10c.
+MANY = tuple(name for name in CONTENDERS if name != "flower")
+FIELDS = {"J2": (*CONTENDERS, *VARIANTS), "J4": BF16, "J8": BF16, "J9": BF16, "J10c": MANY, "J10m": MANY}
 CHECKS = {model: f"check-{model}" for model in ("cnn", "resnet", "lenet", "vgg", "lstm", "gpt")} | {"mlp": "check"}
 AGREEMENT = 1e-4
 TORCH = f"torch=={version('torch').partition('+')[0]}"
@@ -92,19 +94,25 @@ def compete(name: str, python: str, spec: Path, patience: float) -> Run | None:
     script, options = (name, []) if name in CONTENDERS else ("ours", [VARIANTS[name]])
     command = [python, SCRIPTS / f"{script}.py", spec, *options]
     others = descendants()
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", env=surroundings, timeout=patience
-        )
-    except subprocess.TimeoutExpired as late:
-        end_family(spared=others)  # also processes that outlive the one that was started
-        words = (late.stderr or b"").decode(errors="replace")
-        print(f"{name} failed: no end within {patience:.0f} s\n{words[-2000:]}", file=sys.stderr, flush=True)
-        return None
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"contender"')]
-    if done.returncode or not lines:
-        print(f"{name} failed:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
-        return None
+    # Files in place of pipes: who outlives the contender would hold those open.
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as said,
+        tempfile.TemporaryFile("w+", errors="replace") as wrong,
+    ):
+        streams: dict[str, Any] = {"stdout": said, "stderr": wrong, "env": surroundings, "preexec_fn": first_to_end}
+        try:
+            code = subprocess.run(command, timeout=patience, **streams).returncode
+            end = f"ended with {code}"
+        except subprocess.TimeoutExpired:
+            code, end = None, f"no end within {patience:.0f} s"
+        finally:
+            end_family(spared=others)  # also processes that outlive the one that was started
+        said.seek(0)
+        wrong.seek(0)
+        lines = [line for line in said if line.startswith('{"contender"')]
+        if code != 0 or not lines:
+            print(f"{name} failed: {end}\n{wrong.read()[-2000:]}", file=sys.stderr, flush=True)
+            return None
     return {**json.loads(lines[-1]), "job": spec.stem, "contender": name}
 
 
@@ -199,11 +207,13 @@ def _table(job: Mapping[str, Any], runs: Sequence[Run], peak: float) -> str:
         "loss after round 1",
     )
     return "\n".join(
-        [f"### {job['name']}, images: {job['images']}\n", _line(titles), _line(["---"] * len(titles)), *rows, ""]
+        [f"### {job['name']}, data: {job['images']}\n", _line(titles), _line(["---"] * len(titles)), *rows, ""]
     ) + _spare(by_name["ours"], len(job["cohorts"][0]))
 
 
 def _spare(ours: Sequence[Run], cohort: int) -> str:
+    if not ours:
+        return ""
     spent = sorted(overhead(run, cohort) for run in ours)
     return (
         f"\nOur overhead beyond the local steps: {median(spent):.2f} ms per client ({spent[0]:.2f}–{spent[-1]:.2f}).\n"
@@ -261,7 +271,7 @@ def draw(runs: Sequence[Run], jobs: Mapping[str, Any], path: Path) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    jobs = ["J1=3", "J2=3", "J3=100", "J3b=20", "J4=3", "J8=3", "J9=3"]
+    jobs = ["J1=3", "J2=3", "J3=100", "J3b=20", "J4=3", "J6=3", "J7=3", "J8=3", "J9=3", "J10=4"]
     parser.add_argument("--jobs", nargs="+", default=jobs, metavar="NAME=ROUNDS", help="the first round does not count")
     parser.add_argument("--contenders", nargs="+", choices=(*CONTENDERS, *VARIANTS), default=(*CONTENDERS, *VARIANTS))
     parser.add_argument("--repeats", type=int, default=3)
@@ -281,18 +291,36 @@ def arguments() -> argparse.Namespace:
     return options
 
 
+def _settings(options: argparse.Namespace, same: str) -> str:
+    return (
+        f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {TORCH}; "
+        f"{options.repeats} turns, {options.workers} workers, medians (and ranges). {same}."
+    )
+
+
+def save(out: Path, runs: Sequence[Run], peaks: Sequence[float], jobs: Mapping[str, Any], settings: str) -> str:
+    """Write the page and every single run."""
+    text = page(runs, peaks, jobs, settings)
+    out.write_text(text, "utf-8")
+    out.with_suffix(".json").write_text(json.dumps({"gemm_gflops": peaks, "runs": runs}, indent=1), "utf-8")
+    return text
+
+
 def main() -> int:
     options = arguments()
     adopt()
     runs: list[Run] = []
     peaks: list[float] = []
-    failed = False
+    done: dict[str, Any] = {}
+    text, failed = "", False
     with tempfile.TemporaryDirectory() as folder:
         pythons = {name: options.python.get(name) or environment(name) for name in options.contenders}
         specs = [write_spec(folder, name, rounds, options) for name, rounds in options.jobs.items()]
-        jobs = {spec.stem: json.loads(spec.read_text("utf-8")) for spec in specs}
+        jobs = {spec: json.loads(spec.read_text("utf-8")) for spec in specs}
         same = agree(folder, (job["model"] for job in jobs.values()), pythons, options)
-        for spec in specs:
+        settings = _settings(options, same)
+        for spec, job in jobs.items():
+            done[spec.stem] = job
             for turn in range(options.repeats):
                 peaks.append(gemm_peak(options.workers))
                 for name, python in pythons.items():
@@ -303,14 +331,8 @@ def main() -> int:
                     if run:
                         runs.append({**run, "turn": turn})
                         print(f"{spec.stem} {turn} {name}: {speed(run):,.0f} samples/s", flush=True)
-    settings = (
-        f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {TORCH}; "
-        f"{options.repeats} turns, {options.workers} workers, medians (and ranges). {same}."
-    )
-    text = page(runs, peaks, jobs, settings)
-    options.out.write_text(text, "utf-8")
-    draw(runs, jobs, options.out.with_suffix(".png"))
-    options.out.with_suffix(".json").write_text(json.dumps({"gemm_gflops": peaks, "runs": runs}, indent=1), "utf-8")
+            text = save(options.out, runs, peaks, done, settings)  # after each job, since all take hours
+    draw(runs, done, options.out.with_suffix(".png"))
     print(text)
     return 1 if failed else 0
 

@@ -53,21 +53,22 @@ class Job:
     def read(cls, path: str) -> "Job":
         return cls(**json.loads(Path(path).read_text("utf-8")))
 
-    def arrays(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def arrays(self) -> tuple[Tensor, Tensor, "Shards"]:
         """All inputs, all labels, and each client's indices."""
         with np.load(self.data, allow_pickle=False) as file:
             inputs, labels, indices, offsets = (file[name] for name in ("inputs", "labels", "indices", "offsets"))
-        shards = torch.from_numpy(indices).tensor_split(torch.from_numpy(offsets[1:-1]))
-        return torch.from_numpy(inputs), torch.from_numpy(labels), list(shards)
+        return torch.from_numpy(inputs), torch.from_numpy(labels), Shards(torch.from_numpy(indices), offsets)
 
     def client_count(self) -> int:
         with np.load(self.data, allow_pickle=False) as file:
             return len(file["offsets"]) - 1
 
-    def clients(self) -> list[TensorDataset]:
+    def clients(self) -> Sequence[TensorDataset]:
         """Each client's samples."""
         inputs, labels, shards = self.arrays()
-        return [TensorDataset(inputs[shard], labels[shard]) for shard in shards]
+        clients = Clients(inputs, labels, shards)
+        # Clients that draw from the same samples could have more than fits into memory.
+        return clients if len(shards.indices) > len(inputs) else list(clients)
 
     def first_weights(self) -> Tensor:
         with np.load(self.initial, allow_pickle=False) as file:
@@ -85,6 +86,35 @@ class Job:
         if self.model == "gpt":
             fill((p for p in model.parameters() if not p.requires_grad), self.base())
         return model
+
+
+class Shards(Sequence[Tensor]):
+    """Each client's indices, as slices that are made when asked for: a million of them would take half a GB."""
+
+    def __init__(self, indices: Tensor, offsets: np.ndarray) -> None:
+        self.indices, self.offsets = indices, offsets
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, client: int) -> Tensor:
+        if client >= len(self):
+            raise IndexError(client)
+        return self.indices[self.offsets[client] : self.offsets[client + 1]]
+
+
+class Clients(Sequence[TensorDataset]):
+    """Each client's samples, copied when asked for."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor, shards: Shards) -> None:
+        self.inputs, self.labels, self.shards = inputs, labels, shards
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def __getitem__(self, client: int) -> TensorDataset:
+        shard = self.shards[client]
+        return TensorDataset(self.inputs[shard], self.labels[shard])
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:

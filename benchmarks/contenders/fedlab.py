@@ -3,14 +3,14 @@
     python contenders/fedlab.py SPEC.json
 
 Its trainer shares one optimiser between clients and its handler averages uniformly; momentum must start anew and the
-job weighs by samples, so these two lines are ours.
+job weighs by samples, so these two lines are ours. It sends all of a network; frozen weights stay here.
 """
 
 import sys
 from types import ModuleType
 
 import torch
-from common import Job, Stopwatch
+from common import Job, Stopwatch, fill, trained
 
 # This file has the package's name, and the folder of a script comes first on the path.
 sys.path.pop(0)
@@ -21,13 +21,14 @@ for name in ("torchvision", "torchvision.transforms"):
 from fedlab.contrib.algorithm.basic_client import SGDSerialClientTrainer  # noqa: E402
 from fedlab.contrib.algorithm.basic_server import SyncServerHandler  # noqa: E402
 from fedlab.contrib.dataset.basic_dataset import FedDataset  # noqa: E402
+from fedlab.core.model_maintainer import ModelMaintainer  # noqa: E402
 from fedlab.core.standalone import StandalonePipeline  # noqa: E402
 from fedlab.utils import Aggregators  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 
-class Clients(FedDataset):
+class Federation(FedDataset):
     def __init__(self, job: Job) -> None:
         super().__init__()
         self._clients = job.clients()
@@ -40,7 +41,18 @@ class Clients(FedDataset):
         return DataLoader(self.get_dataset(id), batch_size=batch_size, shuffle=True)
 
 
-class Trainer(SGDSerialClientTrainer):
+class Thrifty(ModelMaintainer):
+    """Reads and writes only what is trained: an average of equal frozen weights would differ from them by rounding."""
+
+    def set_model(self, parameters: Tensor) -> None:
+        fill(trained(self._model).values(), parameters)
+
+    @property
+    def model_parameters(self) -> Tensor:
+        return torch.cat([tensor.view(-1) for tensor in trained(self._model).values()])
+
+
+class Trainer(Thrifty, SGDSerialClientTrainer):
     def setup_job(self, job: Job) -> None:
         self.setup_optim(job.epochs, job.batch, job.lr)
         self._sgd = {"lr": job.lr, "momentum": job.momentum, "weight_decay": job.weight_decay}
@@ -50,7 +62,7 @@ class Trainer(SGDSerialClientTrainer):
         return [*super().train(model_parameters, train_loader), torch.tensor(float(len(train_loader.dataset)))]
 
 
-class Handler(SyncServerHandler):
+class Handler(Thrifty, SyncServerHandler):
     def __init__(self, job: Job, clients: int, watch: Stopwatch) -> None:
         super().__init__(job.network(), len(job.cohorts), len(job.cohorts[0]) / clients)
         self._cohorts, self._watch = job.cohorts, watch
@@ -65,7 +77,7 @@ class Handler(SyncServerHandler):
     def global_update(self, buffer: list[list[Tensor]]) -> None:
         models, samples = zip(*buffer, strict=True)
         self.set_model(Aggregators.fedavg_aggregate(list(models), torch.stack(samples)))
-        self._watch.lap(self.model.parameters())
+        self._watch.lap(trained(self.model).values())
 
 
 class Pipeline(StandalonePipeline):
@@ -76,7 +88,7 @@ class Pipeline(StandalonePipeline):
 def main() -> None:
     job = Job.read(sys.argv[1])
     torch.manual_seed(job.seed)
-    clients = Clients(job)
+    clients = Federation(job)
     trainer = Trainer(job.network(), len(clients))
     trainer.setup_dataset(clients)
     trainer.setup_job(job)

@@ -60,10 +60,15 @@ class Named(FedAvg):
     def wait_for(self, count: int, grid: Grid) -> None:
         """Wait until all nodes are registered, which happens one by one."""
         deadline = time.monotonic() + REGISTERING
-        while len(nodes := sorted(grid.get_node_ids())) < count:
-            if time.monotonic() > deadline:
+        while True:
+            asked = time.monotonic()
+            nodes = sorted(grid.get_node_ids())
+            if len(nodes) >= count:
+                break
+            if asked > deadline:
                 raise TimeoutError(f"only {len(nodes)} of {count} nodes were registered within {REGISTERING:.0f} s")
-            time.sleep(0.1)
+            # The more nodes there are, the longer it takes to ask for them, and none is registered meanwhile.
+            time.sleep(max(0.1, 10 * (time.monotonic() - asked)))
         self._nodes = nodes
 
     def configure_train(

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
-from common import Job, Stopwatch
+from common import Clients, Job, Stopwatch, trained
 
 # This file has the package's name, and the folder of a script comes first on the path.
 sys.path.pop(0)
@@ -48,7 +49,28 @@ from fluke.client import Client  # noqa: E402
 from fluke.config import OptimizerConfigurator  # noqa: E402
 from fluke.data import FastDataLoader  # noqa: E402
 from fluke.server import Server  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+
+class Batches(FastDataLoader):
+    """fluke's loader of a client's indices, whose samples are copied batch by batch."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor, shard: Tensor, **settings: Any) -> None:
+        super().__init__(shard, **settings)
+        self._inputs, self._labels = inputs, labels
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        (indices,) = super().__next__()
+        return self._inputs[indices], self._labels[indices]
+
+
+def loaders(job: Job) -> list[FastDataLoader]:
+    """Each client's loader. Copies of samples that clients share might not fit into memory."""
+    settings = {"num_labels": 10, "batch_size": job.batch, "shuffle": True, "skip_singleton": False}
+    clients = job.clients()
+    if isinstance(clients, Clients):
+        return [Batches(clients.inputs, clients.labels, shard, **settings) for shard in clients.shards]
+    return [FastDataLoader(*samples.tensors, **settings) for samples in clients]
 
 
 class Named(Server):
@@ -62,8 +84,13 @@ class Named(Server):
         return [self.clients[index] for index in next(self._cohorts)]
 
     def aggregate(self, eligible: Sequence[Client], client_models: Iterable[nn.Module]) -> None:
+        frozen = [parameter.data for parameter in self.model.parameters() if not parameter.requires_grad]
+        before = [tensor.clone() for tensor in frozen]
         super().aggregate(eligible, client_models)
-        self.watch.lap(self.model.parameters())
+        # It averages all of the model: an average of equal frozen weights differs from them by rounding.
+        for tensor, kept in zip(frozen, before, strict=True):
+            tensor.copy_(kept)
+        self.watch.lap(trained(self.model).values())
 
 
 class Rounds(FedAVG):
@@ -80,13 +107,9 @@ def main() -> None:
     np.random.seed(job.seed)
     sgd = {"name": "SGD", "lr": job.lr, "momentum": job.momentum, "weight_decay": job.weight_decay}
     optimizer, loss = OptimizerConfigurator(sgd), nn.CrossEntropyLoss()
-    loaders = [
-        FastDataLoader(*samples.tensors, num_labels=10, batch_size=job.batch, shuffle=True, skip_singleton=False)
-        for samples in job.clients()
-    ]
     clients = [
         Client(index, loader, None, optimizer, loss, job.epochs, persistency=False)
-        for index, loader in enumerate(loaders)
+        for index, loader in enumerate(loaders(job))
     ]
     server = Named(job, clients)
     rounds = Rounds(len(clients), None, {}, clients, server)

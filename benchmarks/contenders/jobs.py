@@ -20,6 +20,7 @@ from fedflat import Dataset, Federation, Samples, federate, models
 from fedflat.errors import DataError
 from fedflat.federation.augment import normalise
 from fedflat.federation.datasets import load
+from fedflat.federation.packed import Packed
 from fedflat.models.vector import Network
 from fedflat.randomness import generator
 from fedflat.recipe import Server
@@ -45,7 +46,7 @@ EVERY: dict[str, Any] = {"predict": "all", "shortest": 1000}
 
 @dataclass(frozen=True)
 class Plan:
-    """`samples` of a data set (0 = all) divided among clients, and how the cohort trains."""
+    """`samples` of a data set (0 = all) divided among clients, or drawn by each, and how the cohort trains."""
 
     model: str
     data: str
@@ -57,6 +58,7 @@ class Plan:
     split: dict[str, Any] = field(default_factory=IID.copy)
     sgd: dict[str, float] = field(default_factory=HEAVY.copy)
     text: dict[str, Any] = field(default_factory=dict)
+    drawn: int = 0  # samples that each client draws with replacement, in place of a split
 
 
 JOBS = {
@@ -70,6 +72,10 @@ JOBS = {
     "J7": Plan("gpt", "shakespeare", clients=0, cohort=10, epochs=1, batch=10, sgd=LIGHT, text=EVERY),
     "J8": Plan("lenet", "cifar10", clients=100, cohort=10, epochs=1, batch=50),
     "J9": Plan("vgg", "cifar10", clients=100, cohort=2, epochs=1, batch=50),
+    # J10: rounds of 1,000 clients out of 10⁴, of 10⁵ (c) and of 10⁶ (m).
+    "J10": Plan("mlp", "mnist", clients=10_000, cohort=1000, epochs=1, batch=10, sgd=LIGHT, drawn=10),
+    "J10c": Plan("mlp", "mnist", clients=100_000, cohort=1000, epochs=1, batch=10, sgd=LIGHT, drawn=10),
+    "J10m": Plan("mlp", "mnist", clients=1_000_000, cohort=1000, epochs=1, batch=10, sgd=LIGHT, drawn=10),
     # Seconds long, to see that all contenders train the same thing: a batch takes all of a client, so that the order of
     # its samples cannot matter, and clients differ in size, so that the weights of the average do.
     "check": Plan("mlp", "mnist", clients=20, cohort=10, epochs=5, batch=2000, samples=2000, split=UNEVEN, sgd=STRONG),
@@ -114,7 +120,7 @@ def write(folder: Path, name: str, rounds: int, seed: int = 0, workers: int = 2)
         inputs=data.train.inputs.numpy(),
         labels=data.train.labels.numpy(),
         indices=torch.cat(tuple(federation.shards)).numpy(),
-        offsets=np.cumsum([0, *map(len, federation.shards)]),
+        offsets=np.cumsum([0, *(federation.samples(client) for client in range(federation.clients))]),
     )
     frozen = [p.detach().flatten() for p in module.parameters() if not p.requires_grad]
     base = {"base": torch.cat(frozen).numpy()} if frozen else {}
@@ -171,7 +177,10 @@ def _federation(plan: Plan, seed: int) -> Federation:
         inputs, mean, std = normalise(inputs, mean, std).contiguous(), (), ()
     samples = Samples(inputs, labels)
     cut = Dataset(dataset.name, samples, samples, dataset.classes, mean, std)
-    return federate(cut, clients=plan.clients, seed=seed, **plan.split)
+    if not plan.drawn:
+        return federate(cut, clients=plan.clients, seed=seed, **plan.split)
+    indices = torch.randint(count, (plan.clients * plan.drawn,), generator=generator(seed, "clients"))
+    return Federation(cut, Packed(indices, [plan.drawn] * plan.clients))
 
 
 def _dataset(name: str, seed: int) -> Dataset:

@@ -16,13 +16,14 @@ def main() -> None:
     clients, model = job.clients(), job.network()
     watch = Stopwatch(job)
     for cohort in job.cohorts:
-        total = sum(len(clients[client]) for client in cohort)
+        held = [clients[client] for client in cohort]
+        total = sum(map(len, held))
         average: dict[str, torch.Tensor] = {}
-        for client in cohort:
+        for samples in held:
             local = deepcopy(model)
-            fit(local, clients[client], job)
+            fit(local, samples, job)
             for name, tensor in trained(local).items():
-                average[name] = average.get(name, 0) + tensor * (len(clients[client]) / total)
+                average[name] = average.get(name, 0) + tensor * (len(samples) / total)
         model.load_state_dict(average, strict=False)
         watch.lap(trained(model).values())
     watch.report("naive")

@@ -8,10 +8,12 @@ import time
 from contextlib import closing
 from dataclasses import replace
 
+import numpy as np
 from common import LORA, Job, Stopwatch, fill
 from jobs import NETWORKS
 
 from fedflat import Dataset, Federation, Samples
+from fedflat.federation.packed import Packed
 from fedflat.local.rule import Outcome
 from fedflat.local.step import train
 from fedflat.methods.parser import parse
@@ -57,19 +59,21 @@ def main() -> None:
     data = Dataset(job.images, samples, test, 80 if text else 10, tuple(job.mean), tuple(job.std), **kind)
     recipe = recipe_of(job, len(shards))
     client.train = timed
-    problem = assemble(recipe, Federation(data, tuple(shards)), None, parse(job.method))
+    problem = assemble(
+        recipe, Federation(data, Packed(shards.indices, np.diff(shards.offsets).tolist())), None, parse(job.method)
+    )
     problem.network.weights.copy_(job.first_weights())
     if job.model == "gpt":
         frozen = [parameter for parameter in problem.network.module.parameters() if not parameter.requires_grad]
         fill(frozen, job.base())
-    typical = sum(map(len, shards)) / len(shards)
+    typical = len(shards.indices) / len(shards)
+    held = [sum(len(shards[c]) for c in cohort) / len(cohort) for cohort in job.cohorts]
     watch, state, local = Stopwatch(job), first_state(problem), list[float]()
     with closing(start_engine(problem, state)) as engine:
-        for cohort in job.cohorts:
+        for cohort, samples_each in zip(job.cohorts, held, strict=True):
             state, report = conduct(problem, state, engine, cohort)
             watch.lap([state.weights])
-            held = sum(len(shards[c]) for c in cohort) / len(cohort)
-            local.append(report.notes.get("local_seconds", 0.0) * held / typical)
+            local.append(report.notes.get("local_seconds", 0.0) * samples_each / typical)
     watch.report("ours", "fedflat", local_seconds=local, workers=job.workers)
 
 

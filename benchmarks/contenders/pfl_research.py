@@ -63,12 +63,14 @@ def main() -> None:
     job = Job.read(sys.argv[1])
     torch.manual_seed(job.seed)
     np.random.seed(job.seed)
-    users = [Shuffled(client.tensors, user_id=str(number)) for number, client in enumerate(job.clients())]
+    clients = job.clients()
     cohort = len(job.cohorts[0])
     module = Classifier(job.network())
     optimizer = partial(torch.optim.SGD, momentum=job.momentum, weight_decay=job.weight_decay)
     model = PyTorchModel(module, optimizer, torch.optim.SGD(module.parameters(), lr=1.0))
-    data = FederatedDataset(users.__getitem__, chain.from_iterable(job.cohorts).__next__)
+    data = FederatedDataset(
+        lambda user: Shuffled(clients[user].tensors, user_id=str(user)), chain.from_iterable(job.cohorts).__next__
+    )
     backend = SimulatedBackend(training_data=data, val_data=data, postprocessors=[WeightByDatapoints()])
     rounds = len(job.cohorts)
     params = NNAlgorithmParams(
