@@ -70,8 +70,8 @@ def test_nor_do_convolutions_by_winograds_algorithm(digits, monkeypatch):
     def net():
         torch.manual_seed(0)
         return nn.Sequential(
-            nn.Conv2d(1, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), Convolution(64, 64, 3, padding=1), nn.ReLU(),
-            nn.Flatten(), nn.Linear(1024, 10),
+            nn.Conv2d(1, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), Convolution(64, 64, 3, padding=1), nn.ReLU(),
+            nn.Flatten(), nn.Linear(256, 10),
         )  # fmt: skip
 
     settings = dict(method="fedsam", rounds=2, cohort=4, steps=3, batch=10)

@@ -121,19 +121,23 @@ def test_winograds_algorithm_does_not_round_worse_than_torchs_convolution():
 
 
 @pytest.mark.parametrize(
-    ("channels", "image", "gradient", "saves"),
+    ("channels", "image", "gradient", "onednn", "saves"),
     [
-        (64, (4, 4), True, True),  # 64 · 64 products for each pixel, 16 pixels in each of the 64 + 64 maps
-        (64, (8, 8), True, False),
-        (128, (8, 8), True, True),
-        (128, (8, 8), False, False),
-        (64, (2, 2), False, True),
-        (64, (3, 4), True, False),  # not whole tiles
-        (64, (1, 1), True, False),
+        (64, (4, 4), True, False, True),  # 64 · 64 products for each pixel, 16 pixels in each of the 64 + 64 maps
+        (64, (8, 8), True, False, False),
+        (128, (8, 8), True, False, True),
+        (128, (8, 8), False, False, False),
+        (64, (2, 2), False, False, True),
+        (64, (3, 4), True, False, False),  # not whole tiles
+        (64, (1, 1), True, False, False),
+        (128, (4, 4), True, True, False),  # an eighth of what is saved in products by MKL
+        (256, (4, 4), True, True, True),
+        (64, (2, 2), True, True, True),
     ],
 )
-def test_convolution_saves_products_if_the_transforms_cost_less(channels, image, gradient, saves, monkeypatch):
+def test_convolution_saves_products_if_the_transforms_cost_less(channels, image, gradient, onednn, saves, monkeypatch):
     used = []
+    monkeypatch.setattr("fedflat.models.blocks.by_onednn", lambda: onednn)
     monkeypatch.setattr("fedflat.models.blocks.convolve", lambda *given: used.append(True) or winograd.convolve(*given))
     torch.manual_seed(0)
     conv, x = Convolution(channels, channels, 3, padding=1), torch.randn(2, channels, *image)

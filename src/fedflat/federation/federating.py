@@ -171,13 +171,7 @@ def federate(
     for option, number in (("clients", clients), ("seed", seed), ("limit", limit)):
         if isinstance(number, bool) or not isinstance(number, int | np.integer | None):
             raise RecipeError(f"{option} = {shortened(repr(number))}: give a whole number")
-    shaken: object = augment
-    if not isinstance(shaken, Augment | None):
-        raise RecipeError(f"augment: is a {type(shaken).__name__}; give a fedflat.Augment")
-    for option, choice in (("half", half), ("shortest", shortest)):
-        if choice and not (isinstance(data, str) and data in OWNED):
-            known = " and ".join(OWNED)
-            raise RecipeError(f"data.{option} = {choice!r}: only {known} have roles or files to choose from")
+    _check(augment, {"half": half, "shortest": shortest}, owned=isinstance(data, str) and data in OWNED)
     text: dict[str, Any] = {
         "window": window,
         "stride": stride,
@@ -224,6 +218,16 @@ def federate(
     packed = Packed.of(held)
     origin = Origin(dataset, packed, named, _table(split, len(held), seed, draws, given))
     return Federation(dataset, packed, augment, tests=tests, by_length=by_length, origin=origin)
+
+
+def _check(augment: object, choices: Mapping[str, int], owned: bool) -> None:
+    """Check the augmentation, and that the roles or files which options choose from are there."""
+    if not isinstance(augment, Augment | None):
+        raise RecipeError(f"augment: is a {type(augment).__name__}; give a fedflat.Augment")
+    for option, choice in choices.items():
+        if choice and not owned:
+            known = " and ".join(OWNED)
+            raise RecipeError(f"data.{option} = {choice!r}: only {known} have roles or files to choose from")
 
 
 def _normalised(

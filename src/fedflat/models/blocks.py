@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedflat.models.products import by_onednn
 from fedflat.models.winograd import convolve, fits
 
 
@@ -112,10 +113,11 @@ class Convolution(nn.Conv2d):
         """Return whether Winograd's algorithm is faster.
 
         For each pixel it saves a part of inputs · outputs products, and transforms inputs + outputs maps at a cost that
-        grows with the number of pixels. A pass without gradients saves less. vmap and exporters do not support the
-        custom gradient, bfloat16 would round the transformed maps, and integers the transformed kernels.
+        grows with the number of pixels. A pass without gradients saves less, and so does a processor on which oneDNN's
+        convolutions are faster than its products. vmap and exporters do not support the custom gradient, bfloat16 would
+        round the transformed maps, and integers the transformed kernels.
         """
-        cost = height * width * (1 if torch.is_grad_enabled() else 4)
+        cost = height * width * (1 if torch.is_grad_enabled() else 4) * (8 if by_onednn() else 1)
         exact = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
         if x.device.type != "cpu" or cost > self._channels or not fits(height, width) or not exact:
             return False

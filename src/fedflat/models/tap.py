@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedflat.errors import RecipeError
 from fedflat.models.blocks import Activation, AttentionOutput
+from fedflat.models.products import fast_products
 from fedflat.tokens import is_tokens
 
 # The last linear layer of an attention of BERT's and of GPT-2's kind.
@@ -69,7 +70,8 @@ class Tap:
     def through(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Run the module or its head, in the network's precision."""
         if not self._autocast:
-            output: Tensor = module(inputs)
+            with fast_products():
+                output: Tensor = module(inputs)
             return output
         with torch.autocast(inputs.device.type, torch.bfloat16):
             output = module(inputs)

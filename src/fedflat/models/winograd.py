@@ -8,10 +8,10 @@ are enough. An image has two axes, which squares these factors. Added over the i
 matrix product for each row of A.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from fedflat.models.products import product
 
 # G, A and H along an axis of two pixels, and for two pixels with a neighbour on both sides.
 TWO = (
@@ -46,29 +46,8 @@ def convolve(x: Tensor, weight: Tensor) -> Tensor:
     maps = (g @ x.reshape(samples * inputs, height * width).t()).view(count, tiles * samples, inputs)
     # A product of batches: that of matrices would compute the gradient of the weights in a slower order.
     kernels = torch.bmm(a[None], weight.reshape(outputs * inputs, 9).t()[None]).view(count, outputs, inputs)
-    products: Tensor = _Products.apply(maps, kernels)  # type: ignore[no-untyped-call]
+    products = product(maps, kernels)
     return (products.view(count * tiles, samples * outputs).t() @ h.t()).view(samples, outputs, height, width)
-
-
-class _Products(torch.autograd.Function):
-    """X, W ↦ X Wᵀ for each matrix of a batch. The gradient of W is contiguous; that of `bmm` would be transposed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.save_for_forward(x, w)
-        return torch.bmm(x, w.mT)
-
-    @staticmethod
-    def jvp(ctx: Any, along_x: Tensor, along_w: Tensor) -> Tensor:
-        x, w = ctx.saved_tensors
-        return torch.bmm(along_x, w.mT) + torch.bmm(x, along_w.mT)
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, w = ctx.saved_tensors
-        for_x, for_w = ctx.needs_input_grad
-        return torch.bmm(slope, w) if for_x else None, torch.bmm(slope.mT, x) if for_w else None
 
 
 def _along(side: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,103 @@
+"""Products of float32 matrices by the library that is fastest on this processor.
+
+torch computes products by MKL, which uses the wide vectors of AVX-512 on Intel's processors only, and convolutions by
+oneDNN, which uses them on all. So on an AMD processor that has them, products are up to twice as fast by oneDNN.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+LARGE = 2**22  # multiplications from which a linear layer gains; a smaller one would lose more by the call
+
+
+@cache
+def by_onednn() -> bool:
+    """Return whether products are faster by oneDNN than by MKL on this processor."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkl.is_available():
+        return False
+    try:
+        processor = Path("/proc/cpuinfo").read_text("utf-8")
+    except OSError:
+        return False
+    return "AuthenticAMD" in processor and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return A Bᵀ for matrices, or for each matrix of a batch. Both gradients are contiguous."""
+    found: Tensor = _Product.apply(a, b)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Product(torch.autograd.Function):
+    """A, B ↦ C = A Bᵀ, with ∇A = ∇C B and ∇B = ∇Cᵀ A."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
+        return _computed(a, b)
+
+    @staticmethod
+    def jvp(ctx: Any, along_a: Tensor, along_b: Tensor) -> Tensor:
+        a, b = ctx.saved_tensors
+        return _computed(along_a, b) + _computed(a, along_b)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        for_a, for_b = ctx.needs_input_grad
+        return product(slope, b.mT) if for_a else None, product(slope.mT, a.mT) if for_b else None
+
+
+def _computed(a: Tensor, b: Tensor) -> Tensor:
+    if not _fits(a) or not _fits(b):
+        return a @ b.mT
+    if a.dim() == 2:
+        return _by_onednn(a, b)
+    return torch.stack([*map(_by_onednn, a, b)])
+
+
+def _fits(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu" and by_onednn()
+
+
+def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
+    c: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+    return c
+
+
+class _Linear(TorchFunctionMode):
+    """Computes large linear layers by `product`."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is F.linear and not named and _gains(*arguments[:2]):
+            x, weight, bias = (*arguments, None)[:3]
+            y = product(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], len(weight))
+            return y if bias is None else y + bias
+        return function(*arguments, **(named or {}))
+
+
+def _gains(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a linear layer is faster by `product`. vmap does not support its gradient."""
+    large = weight.dim() == 2 and x.dim() >= 2 and x.numel() * len(weight) >= LARGE
+    return large and _fits(x) and _fits(weight) and not torch._C._are_functorch_transforms_active()
+
+
+@contextmanager
+def fast_products() -> Iterator[None]:
+    """Within this context, linear layers use the fastest library for their products."""
+    if by_onednn() and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling():
+        with _Linear():
+            yield
+    else:
+        yield
