@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedflat.local import Batch
 from fedflat.methods import Upload
-from fedflat.models import Network
+from fedflat.models import Network, fast_products
 from fedflat.tasks import Accuracy, Metric, Task, counted
 from fedflat.tokens import counted_rows
 
@@ -52,7 +52,8 @@ class Score:
 def score(module: nn.Module, inputs: Tensor, labels: Tensor, task: Task) -> Score:
     """Score one chunk of samples with a module in evaluation mode."""
     module.eval()
-    outputs = module(inputs)
+    with fast_products():
+        outputs = module(inputs)
     number = int(counted(task.loss, labels))
     return Score(
         float(task.loss(outputs, labels)) * number, number, tuple(metric.of(outputs, labels) for metric in task.metrics)
