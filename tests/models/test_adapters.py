@@ -279,3 +279,7 @@ def test_a_tied_weight_is_trained_in_full_by_each_of_its_names(also):
     adapted = lora(module, 1, targets="middle", also=also)
     assert trained(adapted) == ["first.weight", "middle.lora_a", "middle.lora_b"]
     assert adapted["last"].weight is adapted["first"].weight
+
+
+def test_a_module_that_is_one_layer_may_be_trained_in_full_too():
+    assert trained(lora(nn.Linear(4, 2), 1, targets="all", also="all")) == ["weight", "bias", "lora_a", "lora_b"]

@@ -302,7 +302,8 @@ def _in_full(also: str | Sequence[str], layers: dict[str, nn.Module], module: nn
     named = [*module.named_parameters(remove_duplicate=False)]
     found: set[nn.Parameter] = set()
     for each in [also] if isinstance(also, str) else also:
-        inside = {f"{layer}.{name}" for layer in _chosen(each, layers, module) for name in ("weight", "bias")}
+        parts = ("weight", "bias")
+        inside = {f"{layer}.{part}".removeprefix(".") for layer in _chosen(each, layers, module) for part in parts}
         some = {parameter for name, parameter in named if name in inside or _named(name, each)}
         if not some:
             raise RecipeError(f"lora: also = {each!r} matches no layer and no parameter")
