@@ -190,6 +190,8 @@ def test_json_lines_end_at_line_feeds_alone(tmp_path):
         ("jsonl", b'{"text": "a b"}\n{"text": ', r"line 2: is not valid JSON"),
         ("jsonl", b'{"label": 3}', r"line 1: has no text under 'text'"),
         ("jsonl", b'{"text": "a", "label": [1]}', r"line 1: label is neither a word nor a whole number"),
+        ("jsonl", b'{"text": "a \\ud83d"}', "line 1: has half of a character"),
+        ("jsonl", b'{"text": "a", "label": "\\udc00"}', "line 1: has half of a character"),
         ("jsonl", b'{"text": "a", "label": 1}\n{"text": "b"}', "has a label for 1 of 2 texts"),
         ("shakespeare", b"no colon here\nwords", r"line 1: 'no colon here' is not the name of a role"),
         ("shakespeare", b"MUTE:\n\nOTHER:\n", "has no role that says anything"),

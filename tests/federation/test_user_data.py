@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedflat import FedflatError, federate, train
+from fedflat import Dataset, FedflatError, Samples, federate, train
+from fedflat.errors import DataError
 
 pd = pytest.importorskip("pandas")
 chance = np.random.default_rng(0)
@@ -223,3 +224,15 @@ def test_data_of_hugging_face_and_a_partitioner_of_flower(tmp_path):
     assert federate(tmp_path / "saved", "iid", 2, label="label", columns=["x"]).dataset.shape == (5,)
     parts = federate("digits", partitioner.IidPartitioner(4))
     assert parts.clients == 4 and parts.tables()[1] is None
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_targets_of_a_data_set_in_python_are_finite(part, value):
+    """Without a word, R² would not be defined, and a label that is missing would be one that a sample does not have."""
+    targets = torch.from_numpy(X[:, :2]).clone()
+    targets[7, 1] = value
+    good, bad = (Samples(torch.from_numpy(X), each) for each in (torch.from_numpy(X[:, :2]), targets))
+    parts = (bad, good) if part == "train" else (good, bad)
+    with pytest.raises(DataError, match=r"^mine: the labels have values that are missing or not finite$"):
+        Dataset("mine", *parts, 2, (), (), task="regression")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fedflat
 from fedflat import federate
 from fedflat.engine.inline import Inline
 from fedflat.local import LocalRule, can_share, definition_only
@@ -219,3 +220,27 @@ def test_kernels_are_chosen_once_per_client(clients, monkeypatch):
     assert {kernel.__name__: n for kernel, n in asked.items()} == {
         "ChainStep": 8, "DirectStep": 8, "ChainGradient": 8, "HeadPass": 8, "FusedUpdate": 8,
     }  # fmt: skip
+
+
+class Cooled(nn.Module):
+    """A network whose output is not that of its last linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 6), nn.Linear(6, 10)
+
+    def forward(self, x):
+        return 5 * self.head(torch.tanh(self.body(x.flatten(1))))
+
+
+def test_the_head_alone_does_not_stand_for_a_model_that_changes_its_output(digits):
+    """A pass through the head alone would leave the factor out."""
+    method = "fedsol(rho=0.5, radius='fixed', scope='head')"
+    settings = dict(method=method, rounds=1, cohort=2, steps=4, engine="inline")
+    torch.manual_seed(0)
+    module = Cooled()
+    fast = fedflat.train(digits, module, **settings)
+    with definition_only():
+        slow = fedflat.train(digits, module, **settings)
+    for ours, defined in zip(fast.model.parameters(), slow.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, defined)

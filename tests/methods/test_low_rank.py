@@ -143,3 +143,21 @@ def test_one_average_at_a_time(other):
 def test_a_rule_of_a_client_is_left_alone():
     rule = LocalRule(0.1, 2)
     assert ProductAverage().plan(rule, {}, {}) is rule
+
+
+@pytest.mark.parametrize("shape", [(7, 9), (9, 7), (15, 9), (9, 15), (5, 15)])
+@pytest.mark.parametrize("clients", [1, 4])
+def test_a_rank_beyond_the_layer_as_peft_allows_it_loses_nothing(shape, clients):
+    outputs, inputs = shape
+    layout = Layout.of([("0.lora_a", torch.empty(12, inputs)), ("0.lora_b", torch.empty(outputs, 12))])
+    deltas = [drawn(layout.size, seed=1 + i) for i in range(clients)]
+    after, w = merged_by(Method(ProductAverage()), layout, deltas, "uniform")
+    (ours,), each = products(layout, after), [products(layout, w + delta)[0] for delta in deltas]
+    rank = min(12, outputs, inputs)
+    torch.testing.assert_close(ours, best(sum(each) / clients, rank), rtol=1e-8, atol=1e-8)
+
+
+def test_factors_of_a_grouped_convolution_of_peft_are_refused():
+    layout = Layout.of([("0.lora_a", torch.empty(4, 6, 3, 3)), ("0.lora_b", torch.empty(6, 2, 1, 1))])
+    with pytest.raises(RecipeError, match=r"products of a whole A and B, and 0\.lora_b has the shape \(6, 2, 1, 1\), as"):
+        ProductAverage().fits(layout)

@@ -12,8 +12,8 @@ from fedflat.errors import RecipeError
 from fedflat.flatness import layer_norms
 from fedflat.local.rule import LocalRule
 from fedflat.local.step import train
-from fedflat.models import Layout, Network, adapters, factors, is_adapted, lora, merged
-from fedflat.models.blocks import FirstToken, ShiftedPatches, TransformerBlock, chain
+from fedflat.models import Layout, Network, adapters, build, factors, is_adapted, lora, merged
+from fedflat.models.blocks import Convolution, FirstToken, ShiftedPatches, TransformerBlock, chain
 from fedflat.models.corrected import summed
 
 
@@ -33,6 +33,12 @@ BODIES = {
         (2, 6, 6),
     ),
     "conv3d": lambda: (nn.Sequential(nn.Conv3d(1, 4, 2), nn.Flatten(), nn.Linear(32, 3)), (1, 3, 3, 3)),
+    "convolution": lambda: (
+        nn.Sequential(
+            Convolution(8, 8, 3, padding=1), nn.Tanh(), Convolution(8, 4, 3, 2, 1), nn.Flatten(), nn.Linear(4, 3)
+        ),
+        (8, 2, 2),
+    ),
     "transformer": lambda: (vit(), (1, 8, 8)),
 }
 
@@ -175,6 +181,16 @@ def test_targets_are_words_ends_of_names_and_patterns(targets, names):
     assert [name.removesuffix(".lora_a") for name in found] == names
 
 
+@pytest.mark.parametrize("name", ["fedavg-cnn", "vgg11", "resnet18-gn", "sl-vit", "gpt", "char-lstm"])
+def test_all_layers_of_the_networks_of_the_catalogue_have_an_adapter(name):
+    text = dict(vocabulary=9) if name in ("gpt", "char-lstm") else {}
+    module = build(name, (8,) if text else (3, 32, 32), 10, **text)
+    kinds = (nn.Linear, nn.Conv2d)
+    layers = [name for name, layer in module.named_modules() if isinstance(layer, kinds)]
+    adapted = [name for name in trained(lora(module, 1, targets="all")) if "lora_a" in name]
+    assert layers == [name.removesuffix(".lora_a") for name in adapted]
+
+
 def test_attention_is_known_by_its_class_too():
     class SelfAttention(nn.Module):
         def __init__(self):
@@ -253,3 +269,17 @@ def test_the_adapted_head_is_still_the_head():
     network = Network(lora(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)), 2, targets="all"))
     network.choose_head(torch.ones(1, 6))
     assert network.head == slice(2 * 6 + 5 * 2, network.size)
+
+
+@pytest.mark.parametrize("also", ["last", "head", "first.weight", "last.weight"])
+def test_a_tied_weight_is_trained_in_full_by_each_of_its_names(also):
+    layers = {"first": nn.Embedding(5, 4), "middle": nn.Linear(4, 4), "last": nn.Linear(4, 5, bias=False)}
+    module = nn.ModuleDict(layers)
+    module["last"].weight = module["first"].weight
+    adapted = lora(module, 1, targets="middle", also=also)
+    assert trained(adapted) == ["first.weight", "middle.lora_a", "middle.lora_b"]
+    assert adapted["last"].weight is adapted["first"].weight
+
+
+def test_a_module_that_is_one_layer_may_be_trained_in_full_too():
+    assert trained(lora(nn.Linear(4, 2), 1, targets="all", also="all")) == ["weight", "bias", "lora_a", "lora_b"]

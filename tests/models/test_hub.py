@@ -13,6 +13,7 @@ from fedflat import Dataset, Federation, Samples, federate, train
 from fedflat.errors import RecipeError
 from fedflat.flatness import Objective
 from fedflat.models import Network, build, lora, merged, unit
+from fedflat.runs.neighbours import features_and_logits
 from fedflat.tasks import TASKS
 
 pytest.importorskip("transformers")
@@ -306,3 +307,13 @@ def test_weights_in_another_format_are_not_read(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(RecipeError, match=r"holds no \.safetensors, and other formats are not read"):
         build("transformers", (LENGTH,), 3, vocabulary=TOKENS, folder=str(folder))
+
+
+def test_the_head_of_what_peft_has_wrapped_is_its_layer_with_the_adapters(peft):
+    module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    network = Network(peft.get_peft_model(module, peft.LoraConfig(r=2, target_modules=["0", "2"])))
+    x = torch.randn(4, 6)
+    network.choose_head(x)
+    assert network.ends_in_head and network.head == slice(network.size - 2 * 5 - 3 * 2, network.size)
+    features, logits = features_and_logits(network, x)
+    assert torch.equal(network.head_module(features), logits) and features.shape == (4, 5)

@@ -478,3 +478,35 @@ def test_the_card_names_a_part_of_the_users_own(tmp_path):
     run = finished(tmp_path / "own", "method=fedflat.methods.parts:Ascent(rho=0.05) + man")
     card = {path.name: path for path in export(run)}["README.md"].read_text("utf-8")
     assert "- **fedflat.methods.parts:Ascent**: a custom part." in card
+
+
+def test_adapters_of_a_tied_head_are_merged_into_the_head_alone(tmp_path):
+    """The configuration of GPT-2 ties its head to its embedding, which has no adapter."""
+    (tmp_path / "texts.jsonl").write_text('{"text": "Good day to you, and good night"}\n' * 30)
+    config = '{model_type = "gpt2", n_embd = 8, n_layer = 1, n_head = 2, n_positions = 12}'
+    data = ["data.name=jsonl", f"data.dir={tmp_path / 'texts.jsonl'}", "split.name=iid", "split.clients=3",
+            "data.window=12", "data.predict=all"]  # fmt: skip
+    model = ["model.name=transformers", f"model.config={config}", "model.lora={rank = 2, targets = 'lm_head'}"]
+    run = finished(tmp_path / "run", "local.lr=1.0", *data, *model)
+    files = {path.name: path for path in export(run, onnx=False, out=tmp_path / "shared")}
+    module = load_run(run).network.module
+    assert float(module.lm_head.lora_b.detach().norm()) > 0.01
+    ((tokens, logits),) = executed(files["README.md"])
+    with torch.no_grad():
+        torch.testing.assert_close(logits, module.eval()(tokens), rtol=0, atol=1e-5)
+
+
+def test_a_model_of_transformers_that_classifies_tokens_is_built_as_one(tmp_path):
+    tokens = torch.randint(9, (40, 6), generator=torch.Generator().manual_seed(0))
+    samples = fedflat.Samples(tokens, tokens % 4)
+    data = fedflat.Dataset("tags", samples, samples, 4, (), (), vocabulary=9, task="next-token")
+    config = dict(model_type="bert", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=9,
+                  max_position_embeddings=6)  # fmt: skip
+    settings = dict(rounds=1, engine="inline", model_config=config, out=tmp_path / "run")
+    fedflat.train(fedflat.federate(data, "iid", 2), "transformers", **settings)
+    files = {path.name: path for path in export(tmp_path / "run", onnx=False, out=tmp_path / "shared")}
+    ((tokens, logits),) = executed(files["README.md"])
+    with torch.no_grad():
+        expected = load_run(tmp_path / "run").network.module.eval()(tokens)
+    assert logits.shape == (4, 6, 4)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

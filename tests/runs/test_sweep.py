@@ -212,6 +212,7 @@ def test_the_base_is_the_files_recipe_with_settings_of_its_own(tmp_path):
         ("lr = 0.01", "lrr = 0.01", "mine.toml: [base]: local.lrr: there is no such field; did you mean local.lr?"),
         ("adamw", "adamw({beta})", "mine.toml: 'fedavg + adamw({beta})': {beta} has no value; give it one in [fill]"),
         ("hidden", "base = 'a', hidden", "mine.toml: model.base = 'a': the runs start from that of [base]; leave one"),
+        ("cohort = 1", "cohort = 1\nafter = ['cost']", "mine.toml: [base]: after: no command follows the base; leave"),
     ],
 )
 def test_a_mistake_in_a_base_is_one_sentence(tmp_path, before, after, sentence):
@@ -784,6 +785,25 @@ def test_a_finished_sweep_of_an_earlier_version_may_lack_the_newer_fields_also_i
     other = load_sweep(written(tmp_path, BASED.replace("steps = 2", "steps = 3")))
     with pytest.raises(RunError, match=r"3 of 3 runs .*, base for example has local\.steps = 2, and now it is 3;"):
         refuse_other_settings(tmp_path, other)
+
+
+def test_a_base_is_not_trained_on_once_a_run_has_begun_from_its_model(tmp_path):
+    sweep = load_sweep(written(tmp_path, BASED))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/result.json").write_text(json.dumps({"asked": sweep.base.asked()}))
+    longer = load_sweep(written(tmp_path, BASED.replace("cohort = 1", "cohort = 1\nserver.rounds = 3")))
+    refuse_other_settings(tmp_path, longer)
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all/metrics.jsonl").touch()
+    refuse_other_settings(tmp_path, sweep)
+    with pytest.raises(RunError, match=r"1 of 3 runs .*, base for example has server\.rounds = 1, and now it is 3;"):
+        refuse_other_settings(tmp_path, longer)
+
+
+def test_a_result_that_is_nested_too_deeply_counts_as_none(tmp_path):
+    point = load_sweep(written(tmp_path, BASED)).points[0]
+    (tmp_path / "result.json").write_text('{"asked": ' + "[" * 100_000)
+    assert not finished(tmp_path, point)
 
 
 def test_two_sweeps_do_not_work_in_one_directory(trained, capsys):

@@ -2,8 +2,10 @@
 
 import math
 import re
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import average_precision_score, r2_score
 
+from fedflat import Metric, Samples, train
 from fedflat.errors import RecipeError
+from fedflat.recipe.settings import Measure
 from fedflat.tasks import TASKS, Accuracy, MeanAveragePrecision, Perplexity, RSquared, Task, find_task
+from fedflat.tasks.task import TAKEN
 
 
 def in_chunks(metric, outputs, labels, size=7):
@@ -81,3 +86,41 @@ def test_a_task_without_metrics_or_of_an_unknown_name_is_refused():
         find_task("regresion")
     with pytest.raises(RecipeError, match="is code from outside of fedflat"):
         find_task("os:system")
+
+
+@dataclass(frozen=True)
+class Found(Metric):
+    """The share of the samples of class 9 that are found, by NumPy; not defined without such samples."""
+
+    name = "found"
+    hits: int
+    count: int
+
+    @classmethod
+    def of(cls, outputs, labels):
+        there = labels == 9
+        return cls(int((outputs.argmax(1) == labels)[there].sum()), int(there.sum()))
+
+    @property
+    def value(self):
+        return np.float32(self.hits / self.count)
+
+
+def test_a_metric_of_ones_own_may_be_a_number_of_numpy_and_undefined_for_some_samples(digits, tmp_path):
+    task, settings = Task(F.cross_entropy, (Found,)), dict(rounds=1, cohort=2, engine="inline")
+    assert 0 <= train(digits, task=task, out=tmp_path, **settings).history[0]["found"] <= 1
+    test = digits.dataset.test
+    rest = replace(digits.dataset, test=Samples(test.inputs[test.labels < 9], test.labels[test.labels < 9]))
+    without = train(replace(digits, dataset=rest, tests=None), task=task, **settings)
+    assert without.history[0]["found"] is None
+
+
+def test_no_metric_takes_the_name_of_another_field_of_a_record(digits):
+    measures = [name for name in get_args(Measure) if name not in ("proximal", "lambda", "cosine")]
+    settings = dict(rounds=1, cohort=2, engine="inline", sharpness=1, sharpness_samples=20, stop_loss=1e-9)
+    (record,) = train(digits, measures=measures, **settings).history
+    own = {name for name in record if name == "accuracy" or name.startswith("local_accuracy")}
+    assert own and {*record} - own <= TAKEN
+    for name in sorted(TAKEN):
+        with pytest.raises(RecipeError, match=rf"^task: '{name}' cannot be the name of a metric; take a word of its"):
+            Task(F.cross_entropy, (type("Own", (Found,), {"name": name}),))

@@ -93,6 +93,8 @@ class Dataset:
         for part in (self.train, self.test):
             if not len(part):
                 raise DataError(f"{self.name}: it needs at least one training and one test sample")
+            if part.labels.is_floating_point() and not bool(part.labels.isfinite().all()):
+                raise DataError(f"{self.name}: the labels have values that are missing or not finite")
             if part.labels.dtype == torch.int64:
                 self._check_classes(part.labels.reshape(len(part), -1))
             if is_tokens(part.inputs):

@@ -23,7 +23,7 @@ from fedflat.federation.dataset import Dataset, Samples
 from fedflat.federation.decoded import decoded_once
 from fedflat.federation.formats import Labelled, Split
 from fedflat.federation.hub_data import hub_folder
-from fedflat.federation.places import data_directory
+from fedflat.federation.places import data_directory, expanded
 from fedflat.trusted import named_class
 
 Source = Callable[[Path | None], Dataset]
@@ -40,7 +40,7 @@ def load(name: str, directory: Path | str | None = None, **cut: Any) -> Dataset:
     >>> digits.shape, digits.classes, len(digits.train), len(digits.test)
     ((1, 8, 8), 10, 1442, 355)
     """
-    place = None if directory is None else Path(directory).expanduser()
+    place = None if directory is None else expanded(directory)
     where = data_directory(place).absolute()
     if name in CORPORA:
         how = Cut(**cut)

@@ -21,6 +21,7 @@ from fedflat.federation.datasets import OWNED, known_datasets, load
 from fedflat.federation.hub_data import hub_dataset, is_hub_data
 from fedflat.federation.packed import Packed
 from fedflat.federation.partitioners import is_partitioner, partitioned
+from fedflat.federation.places import expanded
 from fedflat.federation.population import Federation, Origin
 from fedflat.federation.splits import Shards
 from fedflat.federation.user_data import Array, Test, is_array, is_own, own_dataset
@@ -179,7 +180,7 @@ def federate(
         "words": words,
         "shortest": shortest,
         "half": half,
-        "tokenizer": "" if tokenizer is None else str(Path(tokenizer).expanduser().absolute()),
+        "tokenizer": "" if tokenizer is None else str(expanded(tokenizer).absolute()),
     }
     named: Mapping[str, Any] | None = None
     rows: Any = None  # the table of the training samples, which a partitioner of flwr-datasets may ask for
@@ -195,7 +196,7 @@ def federate(
         )
     else:
         dataset = load(data, directory, **text)
-        place = None if directory is None else str(Path(directory).expanduser().absolute())
+        place = None if directory is None else str(expanded(directory).absolute())
         named = {"name": data, "dir": place, "limit": limit, **text, "tokenizer": text["tokenizer"] or None}
     dataset = replace(dataset.limited(limit, seed) if limit else dataset, name=name or dataset.name)
     dataset = _normalised(dataset, normalise, mean, std)

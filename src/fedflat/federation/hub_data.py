@@ -20,7 +20,7 @@ from fedflat.federation.dataset import Dataset
 from fedflat.federation.hub_arrays import Raw, assembled, held_out_rows, labels_of
 from fedflat.federation.hub_folders import holds_tables, opened, reading_hub
 from fedflat.federation.pictures import picture
-from fedflat.federation.places import own_path
+from fedflat.federation.places import expanded, own_path
 from fedflat.federation.text import Ids, Row, padded
 from fedflat.tokens import IGNORED, PADDING
 
@@ -46,7 +46,7 @@ class HubData(NamedTuple):
 def is_hub_data(data: Any) -> bool:
     """Return whether this is an object of the package `datasets`, or a folder that holds such data."""
     if isinstance(data, str | Path):
-        return holds_tables(Path(data).expanduser())
+        return holds_tables(expanded(data))
     return type(data).__module__.partition(".")[0] == "datasets"
 
 
@@ -82,7 +82,7 @@ def hub_dataset(
     Raises:
         DataError: the data are not such a data set, or a column is missing or cannot be used.
     """
-    name = Path(data).expanduser().resolve().name if isinstance(data, str | Path) else "datasets"
+    name = expanded(data).resolve().name if isinstance(data, str | Path) else "datasets"
     with reading_hub(name):
         train, held = _parts(data, test, seed)
         found = _chosen(train, label, client, columns)
@@ -99,7 +99,7 @@ def hub_dataset(
 
 def _parts(data: Any, test: Any, seed: int) -> tuple[Any, Any]:
     """The tables for training and testing."""
-    whole = opened(Path(data).expanduser()) if isinstance(data, str | Path) else data
+    whole = opened(expanded(data)) if isinstance(data, str | Path) else data
     parts = dict(whole) if isinstance(whole, Mapping) else {"train": whole}
     if "train" not in parts:
         raise DataError(f"datasets: there is no part 'train'; there are {', '.join(parts)}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -13,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.errors import DataError, RecipeError, printable
+from fedflat.federation.places import expanded
 from fedflat.federation.sizes import TooLargeError, read_at_most
 from fedflat.files import opened
 
 FILE = "tokenizer.json"
 LONGEST = 2**27  # bytes of the file
 MOST = 2**21  # ids; the largest vocabularies of the hub have 2¹⁸
+RANDOM = ("dropout", "alpha")  # settings of a model that draws the pieces of a word
 Found = TypeVar("Found")
 
 
@@ -38,7 +42,12 @@ class Subwords:
             raise RecipeError(f"{FILE} needs one more package: pip install 'fedflat[transformers]'")
         from tokenizers import Tokenizer
 
-        rules = _tried("is not a tokenizer", lambda: Tokenizer.from_str(self.definition))
+        with _unheard():
+            rules = _tried("is not a tokenizer", lambda: Tokenizer.from_str(self.definition))
+            _tried("is not a tokenizer", lambda: rules.encode(""))  # it panics if its special tokens are not there
+        for name in RANDOM:
+            if value := getattr(rules.model, name, None):
+                raise DataError(f"gives a text other tokens each time (model.{name} = {value:g}); set that to null")
         rules.no_padding()
         rules.no_truncation()
         return rules
@@ -69,8 +78,27 @@ class Subwords:
         Raises:
             DataError: the text cannot be told in these tokens.
         """
-        ids = _tried("data.tokenizer: cannot read a text", lambda: self._rules.encode(text).ids)
-        return np.array(ids, np.int64)
+        ids = np.array(_tried("data.tokenizer: cannot read a text", lambda: self._rules.encode(text).ids), np.int64)
+        if len(ids) and ids.max() >= self.size:  # of a special token that the rules add
+            raise DataError(f"data.tokenizer: gives a text the id {ids.max()}, and its last token is {self.size - 1}")
+        return ids
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Silence the library, which tells of a panic by a backtrace that it writes past Python's standard error."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is no standard error
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _tried(what: str, call: Callable[[], Found]) -> Found:
@@ -90,19 +118,19 @@ def read_subwords(place: str | Path) -> Subwords:
         DataError: there is none, or it is too long or damaged.
         RecipeError: the library is not installed.
     """
-    given = Path(place).expanduser()
-    path = given / FILE if given.is_dir() else given
+    path = expanded(place)
     try:
+        path = path / FILE if path.is_dir() else path
         with opened(path) as stream:
             found = Subwords(read_at_most(path, stream, LONGEST).decode("utf-8"))
         _ = found.tokens
-    except OSError:
+    except UnicodeDecodeError:
+        raise DataError(f"data.tokenizer = {str(place)!r}: {path.name} is not UTF-8 text") from None
+    except (OSError, ValueError):  # the latter of a name with a null character
         raise DataError(
             f"data.tokenizer = {str(place)!r}: is neither a tokenizer.json nor a local folder with one; nothing is "
             "downloaded"
         ) from None
-    except UnicodeDecodeError:
-        raise DataError(f"data.tokenizer = {str(place)!r}: {path.name} is not UTF-8 text") from None
     except TooLargeError:
         raise
     except DataError as error:

@@ -28,6 +28,7 @@ Ids = NDArray[np.int64]
 Predict = Literal["next", "all"]
 LONGEST = 2**30  # bytes of a text file
 WORD = r"\w+|[^\w\s]"  # a word or a punctuation mark
+HALF = re.compile("[\ud800-\udfff]")  # of a character in UTF-16, as JSON may have it alone
 OTHERS = "�"  # stands for tokens that are not in a vocabulary
 # LEAF's 80 characters, in its order.
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -244,7 +245,7 @@ def row_of(row: Any, where: str, text: str = "text", label: str = "label", clien
         client: the name of the column with the owner.
 
     Raises:
-        DataError: it has no text, or a label or owner that is neither a word nor a whole number.
+        DataError: it has no text, a label or owner that is neither a word nor a whole number, or half a character.
     """
     if not isinstance(row, dict) or not isinstance(row.get(text), str) or not row[text].strip():
         raise DataError(f"{where}: has no text under {text!r}")
@@ -252,7 +253,10 @@ def row_of(row: Any, where: str, text: str = "text", label: str = "label", clien
         if not isinstance(row.get(field), str | int | None) or isinstance(row.get(field), bool):
             raise DataError(f"{where}: {field} is neither a word nor a whole number")
     named = (None if row.get(field) is None else str(row[field]) for field in (label, client))
-    return Row(row[text], *named)
+    found = Row(row[text], *named)
+    if any(HALF.search(each or "") for each in (found.text, found.label, found.client)):
+        raise DataError(f"{where}: has half of a character (\\ud800 to \\udfff alone), which no text can hold")
+    return found
 
 
 def check_window(window: int, stride: int) -> None:

@@ -17,6 +17,7 @@ from fedflat.federation.columns import Columns, columns_of, is_table, numbers_or
 from fedflat.federation.dataset import Dataset, Samples
 from fedflat.federation.datasets import known_datasets
 from fedflat.federation.folders import image_folder
+from fedflat.federation.places import expanded
 from fedflat.progress import track
 from fedflat.randomness import generator
 
@@ -45,7 +46,7 @@ def is_array(value: Any) -> bool:
 def is_own(data: Any) -> bool:
     """Return whether these are a user's own data, and not the name of a data set."""
     if isinstance(data, str):
-        return data not in known_datasets() and (Path(data).expanduser().is_dir() or data.lower().endswith(".csv"))
+        return data not in known_datasets() and (expanded(data).is_dir() or data.lower().endswith(".csv"))
     return True
 
 
@@ -76,10 +77,10 @@ def own_dataset(
         DataError: the form of the data is unknown, or the data are invalid.
     """
     whole = data.dataset if isinstance(data, DataLoader) else data
-    if isinstance(whole, str | Path) and Path(whole).expanduser().is_dir():
-        found = image_folder(Path(whole).expanduser(), size)
+    if isinstance(whole, str | Path) and expanded(whole).is_dir():
+        found = image_folder(expanded(whole), size)
         pair = _pair(found.train, found.test)
-        return _assembled(Path(whole).expanduser().resolve().name, *pair, test, owner, vocabulary, seed)
+        return _assembled(expanded(whole).resolve().name, *pair, test, owner, vocabulary, seed)
     train = _raw(whole, label, owner if isinstance(owner, str) else None, columns, "data")
     if isinstance(test, float) or (isinstance(test, int) and not isinstance(test, bool)):
         held: Raw | None = None
@@ -141,7 +142,7 @@ def _held_out(raw: Raw, share: Any, seed: int) -> tuple[Raw, Raw]:
 def _raw(data: Any, label: str | None, owner: Any, columns: Sequence[str] | None, part: str) -> Raw:
     """Convert any supported data to arrays."""
     if isinstance(data, str | Path):
-        return _from_table(read_csv(Path(data).expanduser()), label, owner, columns, str(data))
+        return _from_table(read_csv(expanded(data)), label, owner, columns, str(data))
     if is_table(data):
         return _from_table(columns_of(data), label, owner, columns, part)
     if isinstance(data, tuple | list) and len(data) == 2 and all(hasattr(each, "__len__") for each in data):

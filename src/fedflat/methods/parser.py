@@ -19,6 +19,7 @@ from fedflat.methods.trial import passes
 from fedflat.trusted import named_class
 
 LONGEST, MOST_PARTS = 10_000, 64  # largest numbers of characters and parts of a method
+TRUTH = {"true": True, "false": False}  # as TOML has them
 HYPHEN = re.compile(r"(?<=[a-z])-(?=[a-z])")
 OWN = re.compile(r"\b([A-Za-z_][\w.-]*):([A-Za-z_]\w*)")  # package.module:Name
 Call = tuple[str, dict[str, Any]]
@@ -196,6 +197,8 @@ def _from_tree(tree: ast.expr, text: str, own: Mapping[str, str]) -> list[Call]:
 
 def _value(tree: ast.expr, text: str, own: Mapping[str, str]) -> Any:
     """Return a plain value, or a user-defined part that is an option of another part (as FedSoL wraps one)."""
+    if isinstance(tree, ast.Name) and tree.id in TRUTH:
+        return TRUTH[tree.id]
     name = tree.func if isinstance(tree, ast.Call) else tree
     if isinstance(name, ast.Name) and name.id in own:
         ((path, options),) = _from_tree(tree, text, own)

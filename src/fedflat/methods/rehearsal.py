@@ -62,6 +62,8 @@ class UnsuitedError(Exception):
 class Watched:
     """Wraps an ascent or a descent and checks every call."""
 
+    attention = False  # the example model has none to look at
+
     def __init__(self, watched: Any, what: str, network: Network) -> None:
         self._watched, self._what, self._network = watched, what, network
 

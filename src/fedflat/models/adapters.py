@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedflat.errors import RecipeError, shortened
+from fedflat.models.blocks import Convolution
 from fedflat.models.corrected import added, summed
 from fedflat.models.layout import Layout
 from fedflat.models.outputs import own_output, plain_output
@@ -88,8 +89,12 @@ class LoraConv3d(_LoraConvolution, nn.Conv3d):
     plain = nn.Conv3d
 
 
+class LoraConvolution(_LoraConvolution, Convolution):
+    plain = Convolution
+
+
 KINDS: dict[type[nn.Module], type[Adapter]] = {
-    kind.plain: kind for kind in (LoraLinear, LoraConv1d, LoraConv2d, LoraConv3d)
+    kind.plain: kind for kind in (LoraLinear, LoraConv1d, LoraConv2d, LoraConv3d, LoraConvolution)
 }
 
 
@@ -132,8 +137,8 @@ def lora(
     module.requires_grad_(False)
     for name in chosen:
         _adapt(name, layers[name], rank, 2.0 * rank if alpha is None else alpha, generator)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad or name in full)
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter.requires_grad or parameter in full)
     return module
 
 
@@ -292,12 +297,14 @@ def _attends(name: str, module: nn.Module) -> bool:
     return any(ATTENTION.search(word) for word in (*steps[:-1], *kinds))
 
 
-def _in_full(also: str | Sequence[str], layers: dict[str, nn.Module], module: nn.Module) -> set[str]:
-    """Return the names of the parameters that are trained in full."""
-    found: set[str] = set()
+def _in_full(also: str | Sequence[str], layers: dict[str, nn.Module], module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that are trained in full. A tied one is found by each of its names."""
+    named = [*module.named_parameters(remove_duplicate=False)]
+    found: set[nn.Parameter] = set()
     for each in [also] if isinstance(also, str) else also:
-        inside = {f"{layer}.{name}" for layer in _chosen(each, layers, module) for name in ("weight", "bias")}
-        some = {name for name, _ in module.named_parameters() if name in inside or _named(name, each)}
+        parts = ("weight", "bias")
+        inside = {f"{layer}.{part}".removeprefix(".") for layer in _chosen(each, layers, module) for part in parts}
+        some = {parameter for name, parameter in named if name in inside or _named(name, each)}
         if not some:
             raise RecipeError(f"lora: also = {each!r} matches no layer and no parameter")
         found |= some

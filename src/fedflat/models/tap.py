@@ -65,7 +65,7 @@ class Tap:
     def __call__(self, inputs: Tensor) -> Forward:
         self._features, self._activations, self._squares, self._inputs = None, {}, {}, inputs
         logits = self.through(self._module, inputs)
-        return Forward(logits, self._features, self._activations, self._squares)
+        return Forward(logits, self._of_the_text(logits), self._activations, self._squares)
 
     def through(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Run the module or its head, in the network's precision."""
@@ -76,6 +76,15 @@ class Tap:
         with torch.autocast(inputs.device.type, torch.bfloat16):
             output = module(inputs)
         return output.to(self._dtype)
+
+    def _of_the_text(self, logits: Tensor) -> Tensor | None:
+        """Return the input of the head. If it is that of every token, and a text has one output, take its token's."""
+        features, tokens = self._features, self._inputs
+        if features is None or tokens is None or features.dim() != logits.dim() + 1 or not is_tokens(tokens):
+            return features
+        if features.shape[:2] != tokens.shape:
+            return features
+        return features[torch.arange(len(tokens), device=tokens.device), read_token(self._module, tokens)]
 
     def enter_head(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         self._features = arguments[0]
@@ -100,19 +109,33 @@ class Tap:
 
     def _squared(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return a and mean(a²); in a padded batch of texts the mean is over the positions of tokens alone."""
-        there = _tokens(self._inputs) if output.dim() > 2 else None
-        if there is None or output.shape[:2] != there.shape:
+        there = _places(self._inputs, output)
+        if there is None:
             pair: tuple[Tensor, Tensor] = Watched.apply(output)  # type: ignore[no-untyped-call]
             return pair
         return output, output[there].to(torch.promote_types(output.dtype, torch.float32)).square().mean()
 
 
-def _tokens(inputs: Tensor | None) -> Tensor | None:
-    """Return where a batch of token ids has tokens; None if it is not one, or has no padding."""
+def _places(inputs: Tensor | None, output: Tensor) -> Tensor | None:
+    """Return which entries of an output are those of tokens; None if all are, or if it is not for every token.
+
+    Some models, such as OPT, join the texts of a batch to one row of tokens.
+    """
     if inputs is None or not is_tokens(inputs):
         return None
     there = inputs >= 0
-    return None if bool(there.all()) else there
+    if bool(there.all()):
+        return None
+    if output.dim() > 2 and output.shape[:2] == there.shape:
+        return there
+    return there.flatten() if output.shape[:-1] == (there.numel(),) else None
+
+
+def read_token(module: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the place of the token of each text whose output is the text's, in classifiers of GPT-2's kind."""
+    padding = getattr(getattr(module, "config", None), "pad_token_id", None)
+    there = tokens >= 0 if padding is None else (tokens >= 0) & (tokens != padding)
+    return (torch.arange(tokens.shape[1], device=tokens.device) * there).argmax(dim=1)
 
 
 def _is_activation(module: nn.Module) -> bool:

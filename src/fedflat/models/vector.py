@@ -28,9 +28,9 @@ class Network:
     in the module, in the network's precision, and never change. `base_digest` identifies them.
 
     `head` is the slice of the linear layer whose output is the module's output; the rest is the body. The slice is
-    empty if there is no such layer, or if it is frozen or shares a parameter with another one. Floating-point buffers
-    (batch-norm statistics) are stored in the vector `buffers`; integer buffers are counters and masks, which stay in
-    the module.
+    empty if there is no such layer, or if it is frozen or shares a parameter with another one. `ends_in_head` says
+    whether the output is the head's, and not computed from it. Floating-point buffers (batch-norm statistics) are
+    stored in the vector `buffers`; integer buffers are counters and masks, which stay in the module.
 
     Args:
         module: the module; it is converted in place.
@@ -67,6 +67,7 @@ class Network:
         self.layout = Layout.of(trained.items())
         self.base = {name: parameter for name, parameter in named.items() if name not in trained}
         self.buffer_layout = Layout.of((n, b) for n, b in self.module.named_buffers() if b.is_floating_point())
+        self.ends_in_head = True  # until a pass of `choose_head` shows that the output is made of the head's
         self.choose_head(None)
         self.weights = self.layout.flatten(trained)
         self.buffers = _joined(dict(self.module.named_buffers()), self.buffer_layout, self.weights)
@@ -105,7 +106,7 @@ class Network:
             The model's output for the sample.
         """
         logits: Any = None
-        linear = [(name, m) for name, m in self.module.named_modules() if isinstance(m, nn.Linear)]
+        linear = _linear_layers(self.module)
         if sample is not None:
             outputs: dict[str, Tensor] = {}
             with ExitStack() as hooks:
@@ -116,7 +117,9 @@ class Network:
             if hasattr(logits, "logits"):
                 take_logits(self.module)
                 logits = logits.logits
-            linear = [entry for entry in linear if outputs.get(entry[0]) is logits] or linear
+            found = [entry for entry in linear if outputs.get(entry[0]) is logits]
+            self.ends_in_head = bool(found)
+            linear = found or linear
         self._use_head(linear[-1][0] if linear else None)
         return logits
 
@@ -141,7 +144,8 @@ class Network:
     def __reduce__(self) -> Any:
         """Rebuild the vectors in another process; torch would share memory that both processes could write to."""
         device = str(self.weights.device)
-        return _revived, (self.module, self.weights.dtype, device, self.autocast, self._head_name)
+        head = self._head_name, self.ends_in_head
+        return _revived, (self.module, self.weights.dtype, device, self.autocast, *head)
 
     def reset_counters(self) -> None:
         """Reset the integer buffers, which are neither sent nor kept.
@@ -266,10 +270,24 @@ class Network:
             yield tap
 
 
-def _revived(module: nn.Module, dtype: torch.dtype, device: str, autocast: bool, head: str | None) -> Network:
+def _revived(
+    module: nn.Module, dtype: torch.dtype, device: str, autocast: bool, head: str | None, ends_in_head: bool
+) -> Network:
     network = Network(module, dtype, device, autocast)
     network._use_head(head)
+    network.ends_in_head = ends_in_head
     return network
+
+
+def _linear_layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the linear layers with their names. One that peft has wrapped is one layer, with its adapters."""
+    named = [*module.named_modules()]
+    wrapped = tuple(f"{name}." for name, each in named if isinstance(getattr(each, "base_layer", None), nn.Linear))
+    return [
+        (name, each)
+        for name, each in named
+        if f"{name}." in wrapped or (isinstance(each, nn.Linear) and not name.startswith(wrapped))
+    ]
 
 
 def _keep_output(outputs: dict[str, Tensor], name: str, module: nn.Module, arguments: Any, output: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -39,13 +41,19 @@ class Score:
 
     @property
     def values(self) -> dict[str, float]:
-        """The value of each metric."""
-        return {metric.name: metric.value for metric in self.found}
+        """The value of each metric; NaN if it is not defined, such as a ratio with nothing below the line."""
+        return {metric.name: _value(metric) for metric in self.found}
 
     @property
     def per_class(self) -> list[float]:
         """The accuracy of each class; empty if it is not a metric of the task."""
         return next((metric.per_class for metric in self.found if isinstance(metric, Accuracy)), [])
+
+
+def _value(metric: Metric) -> float:
+    with suppress(ArithmeticError):
+        return float(metric.value)
+    return math.nan
 
 
 @torch.no_grad()

@@ -86,12 +86,17 @@ def answer_code(signature: Signature) -> str:
 def config_bytes(module: Any) -> bytes:
     """The configuration of a model of `transformers`, without the path that it came from."""
     fields = {name: value for name, value in module.config.to_dict().items() if name != "_name_or_path"}
+    last = module.get_output_embeddings()
+    # Adapters of a tied layer are merged into a weight of its own.
+    if last is not None and last.weight is not module.get_input_embeddings().weight:
+        fields["tie_word_embeddings"] = False
     return f"{json.dumps(fields, indent=1, sort_keys=True, default=str)}\n".encode()
 
 
 def hub_code(signature: Signature) -> tuple[str, str]:
     """The imports for a model of `transformers`, and the code that builds it from its files as a function of tokens."""
-    kind = "AutoModelForCausalLM" if signature.per_token else "AutoModelForSequenceClassification"
+    head = "TokenClassification" if signature.per_token else "SequenceClassification"
+    kind = f"AutoModelFor{'CausalLM' if signature.per_token and signature.language else head}"
     double = ".double()" if signature.dtype == torch.float64 else ""
     return (
         f"from transformers import AutoConfig, {kind}",

@@ -26,7 +26,9 @@ Made = TypeVar("Made")
 Output = Literal["classes", "tokens", "values", "labels"]
 # Fields of a round's record, which cannot be names of metrics.
 TAKEN = {"round", "loss", "local_loss", "train_loss", "cohort", "bytes_down", "bytes_up", "notes", "refused", "skipped",
-         "seconds", "lambda1", "epsilon", "class_accuracy", "name", "method", "seed"}  # fmt: skip
+         "seconds", "lambda1", "epsilon", "class_accuracy", "name", "method", "seed", "consistency", "divergence",
+         "discord", "gradient", "margin", "local_sharpness", "averaged_sharpness", "global_sharpness", "local_lambda1",
+         "averaged_lambda1", "flatness_distance", "sharpness_bytes", "sharpness_missing", "scale", "asked"}  # fmt: skip
 GIVEN = "given"  # the name of a task that was made in Python and cannot be named in a recipe
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -49,6 +50,12 @@ class ProductAverage(Part):
                 "method: ProductAverage averages the products of low-rank adapters, and the model has none; "
                 "set model.lora, or leave it out"
             )
+        for a, b in factors(layout):
+            if layout.shapes[a][0] != prod(layout.shapes[b][1:]):
+                raise RecipeError(
+                    f"method: ProductAverage averages products of a whole A and B, and {b} has the shape "
+                    f"{tuple(layout.shapes[b])}, as in a grouped convolution; leave that layer without an adapter"
+                )
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         move = uploads.average("delta").clone()
@@ -83,7 +90,7 @@ def refactored(clients: Sequence[Factors], weights: Sequence[float]) -> Factors:
     # The new A spans the rows of P and, if P has a rank below r, the directions of the mean A farthest from them.
     _, _, rest = torch.linalg.svd(mean - mean @ v @ v.T, full_matrices=False)
     span, _ = torch.linalg.qr(torch.cat([v, rest[: len(mean) - kept].T], dim=1))
-    x, stretch, y = torch.linalg.svd(mean @ span)
+    x, stretch, y = torch.linalg.svd(mean @ span, full_matrices=False)
     stretch = stretch.clamp_min(FLOOR * float(stretch[0]) or 1.0)
     a = x * stretch @ y @ span.T
     b = u * sigma @ (v.T @ span) @ y.T / stretch @ x.T

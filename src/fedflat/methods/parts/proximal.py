@@ -84,6 +84,10 @@ class ProximalStep:
         return any(getattr(term, "activations", False) for term in self.inner.terms)
 
     @property
+    def attention(self) -> bool:
+        return any(getattr(term, "attention", False) for term in self.inner.terms)
+
+    @property
     def head_only(self) -> bool:
         """Whether a kernel may run the body once for both gradients."""
         return self.part.scope == "head" and bool(self.inner.terms)
@@ -161,6 +165,10 @@ class WatchedStep:
     @property
     def activations(self) -> bool:
         return self.step.activations
+
+    @property
+    def attention(self) -> bool:
+        return self.step.attention
 
     def __call__(self, here: Pass) -> Tensor:
         return self.step(here.slope, {})[0]

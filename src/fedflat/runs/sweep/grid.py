@@ -112,7 +112,10 @@ def _points(table: Table, scale: Table, layers: Sequence[Table]) -> Iterator[Poi
     known = {field: [*grid.get(field, ()), *values] for field, values in axes.items()}
     common, scaled = (overrides_of(each, known) for each in (table, scale))
     fill, overrides = {**subtable(table, "fill"), **subtable(scale, "fill")}, [*common, *scaled]
-    begun = [file, subtable(table, BASE), last, subtable(scale, BASE), *layers]
+    own = [subtable(each, BASE) for each in (table, scale)]
+    if any("after" in each for each in own):
+        raise RecipeError("[base]: after: no command follows the base; leave it out")
+    begun = [file, own[0], last, own[1], *layers]
     used = names_in(begun, known, [override.set for override in overrides])
     refuse_unused(fill, overrides, used)
     _refuse_unexplained({field: values for field, values in axes.items() if field not in used}, overrides)

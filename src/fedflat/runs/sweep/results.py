@@ -28,6 +28,7 @@ FORGOTTEN = 0.5  # a class counts as forgotten below this fraction of its best a
 FLATNESS = ("ascent_sharpness", "average_sharpness", "adaptive_sharpness", "weight_norm", "log10_capacity")
 GO_ON = "free some space, then run the same command again"
 TAIL = 2**17  # bytes; longer than any record of a round
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # errors of a damaged result
 
 Row = dict[str, Any]
 
@@ -37,7 +38,7 @@ def finished(folder: Path, point: Point) -> bool:
 
     A field that the recorded recipe lacks, because an earlier version wrote it, counts with its default.
     """
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with suppress(*UNREADABLE):
         return bool(_recorded(folder) == point.asked())
     return False
 
@@ -62,9 +63,11 @@ def unfinished(folder: Path, sweep: Sweep) -> list[Point]:
 def refuse_other_settings(folder: Path, sweep: Sweep) -> None:
     """Refuses to train a sweep in a directory whose runs have other settings: they cannot be continued with these.
 
-    More rounds and other commands after a run are allowed.
+    More rounds and other commands after a run are allowed; more rounds of a base until a run begins from its model.
     """
-    others = [(point, other) for point in sweep.runs if (other := _other_setting(folder / point.slug, point))]
+    begun = any(path.parent.name != BASE for path in folder.glob("*/metrics.jsonl"))
+    found = ((point, _other_setting(folder / point.slug, point, begun and point.slug == BASE)) for point in sweep.runs)
+    others = [(point, other) for point, other in found if other]
     if others:
         point, (name, there, here) = others[0]
         raise RunError(
@@ -73,15 +76,22 @@ def refuse_other_settings(folder: Path, sweep: Sweep) -> None:
         )
 
 
-def _other_setting(folder: Path, point: Point) -> tuple[str, Any, Any] | None:
-    """The first setting in which a finished run differs from what is asked for: its name, the old and the new value."""
+def _other_setting(folder: Path, point: Point, begun_from: bool) -> tuple[str, Any, Any] | None:
+    """The first setting in which a finished run differs from what is asked for: its name, the old and the new value.
+
+    Args:
+        folder: the directory of the run.
+        point: what is asked for.
+        begun_from: whether other runs have begun from its model, which more rounds would change.
+    """
     try:
         before, now = flattened({**_recorded(folder), "after": []}), flattened({**point.asked(), "after": []})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except UNREADABLE:
         return None
-    fewer = now["server.rounds"] < before.get("server.rounds", 0)
+    more = now["server.rounds"] - before.get("server.rounds", 0)
+    changed = more != 0 if begun_from else more < 0
     differing = (name for name in {**before, **now} if before.get(name) != now.get(name))
-    name = next((name for name in differing if name != "server.rounds" or fewer), None)
+    name = next((name for name in differing if name != "server.rounds" or changed), None)
     return None if name is None else (name, before.get(name), now.get(name))
 
 
