@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fedflat
 from fedflat import federate
 from fedflat.engine.inline import Inline
 from fedflat.local import LocalRule, can_share, definition_only
@@ -170,6 +171,28 @@ def test_the_body_runs_once_if_the_head_alone_is_perturbed_and_nothing_draws_mas
     ascent = Ascent(0.1).plan(LocalRule(0.1, 1), {}, {})
     assert choose(network(True), ascent, F.cross_entropy, torch.tensor([0])).head is None
     assert not fits(nn.Tanh(), scope="all") and not fits(nn.Tanh(), scope="body")
+
+
+class Tempered(nn.Module):
+    """Divides the output of its last linear layer by a temperature that it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.temperature = nn.Linear(64, 8), nn.Linear(8, 10), nn.Parameter(torch.tensor(0.2))
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x.flatten(1)))) / self.temperature
+
+
+def test_a_network_that_does_more_behind_its_head_runs_its_body_twice(digits):
+    torch.manual_seed(0)
+    settings = dict(method="fedsol(rho=0.5, scope='head')", rounds=1, cohort=3, lr=0.1, measures=[])
+    ours = fedflat.train(digits, Tempered(), **settings, engine="inline")
+    torch.manual_seed(0)
+    with definition_only():
+        defined = fedflat.train(digits, Tempered(), **settings, engine="inline")
+    for one, other in zip(ours.model.parameters(), defined.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

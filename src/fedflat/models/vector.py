@@ -28,7 +28,8 @@ class Network:
     in the module, in the network's precision, and never change. `base_digest` identifies them.
 
     `head` is the slice of the linear layer whose output is the module's output; the rest is the body. The slice is
-    empty if there is no such layer, or if it is frozen or shares a parameter with another one. Floating-point buffers
+    empty if there is no such layer, or if it is frozen or shares a parameter with another one. `ends_in_head` is false
+    if the module does more behind its linear layers, so that the last of them stands in. Floating-point buffers
     (batch-norm statistics) are stored in the vector `buffers`; integer buffers are counters and masks, which stay in
     the module.
 
@@ -105,6 +106,7 @@ class Network:
             The model's output for the sample.
         """
         logits: Any = None
+        self.ends_in_head = True
         linear = [(name, m) for name, m in self.module.named_modules() if isinstance(m, nn.Linear)]
         if sample is not None:
             outputs: dict[str, Tensor] = {}
@@ -116,7 +118,8 @@ class Network:
             if hasattr(logits, "logits"):
                 take_logits(self.module)
                 logits = logits.logits
-            linear = [entry for entry in linear if outputs.get(entry[0]) is logits] or linear
+            last = [entry for entry in linear if outputs.get(entry[0]) is logits]
+            self.ends_in_head, linear = bool(last), last or linear
         self._use_head(linear[-1][0] if linear else None)
         return logits
 
@@ -141,7 +144,7 @@ class Network:
     def __reduce__(self) -> Any:
         """Rebuild the vectors in another process; torch would share memory that both processes could write to."""
         device = str(self.weights.device)
-        return _revived, (self.module, self.weights.dtype, device, self.autocast, self._head_name)
+        return _revived, (self.module, self.weights.dtype, device, self.autocast, self._head_name, self.ends_in_head)
 
     def reset_counters(self) -> None:
         """Reset the integer buffers, which are neither sent nor kept.
@@ -269,9 +272,12 @@ class Network:
             yield tap
 
 
-def _revived(module: nn.Module, dtype: torch.dtype, device: str, autocast: bool, head: str | None) -> Network:
+def _revived(
+    module: nn.Module, dtype: torch.dtype, device: str, autocast: bool, head: str | None, ends: bool
+) -> Network:
     network = Network(module, dtype, device, autocast)
     network._use_head(head)
+    network.ends_in_head = ends
     return network
 
 

@@ -24,7 +24,8 @@ class HeadPass:
 
     It applies to an ascent with `head_only = True`. Such an ascent first requests the gradient of the terms with
     respect to the head (`in_head`), then the full gradient with the head perturbed (`at_head`). With dropout the two
-    passes use different masks, so the body must run twice and this kernel does not apply.
+    passes use different masks, so the body must run twice and this kernel does not apply. Nor does it apply if the
+    module does more behind its head.
     """
 
     def __init__(self, network: Network, rule: LocalRule) -> None:
@@ -33,7 +34,7 @@ class HeadPass:
 
     @classmethod
     def fits(cls, network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> bool:
-        return getattr(rule.ascent, "head_only", False) and not draws_masks(network)
+        return getattr(rule.ascent, "head_only", False) and network.ends_in_head and not draws_masks(network)
 
     def in_head(self, slope: Slope, terms: tuple[Term, ...]) -> Tensor:
         """Return the gradient of the terms at w with respect to the head, and keep the graph for `at_head`."""
