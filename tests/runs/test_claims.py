@@ -384,6 +384,7 @@ def test_a_damaged_line_is_named(bench):
             },
             "no seed in common",
         ),
+        ({"against": '{ method = "fedavg", rate = "usual", seed = 0 }'}, "share runs"),
     ],
 )
 def test_a_claim_that_means_nothing_is_refused(bench, fields, sentence):
