@@ -173,6 +173,28 @@ def test_the_body_runs_once_if_the_head_alone_is_perturbed_and_nothing_draws_mas
     assert not fits(nn.Tanh(), scope="all") and not fits(nn.Tanh(), scope="body")
 
 
+class Tempered(nn.Module):
+    """Divides the output of its last linear layer by a temperature that it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.temperature = nn.Linear(64, 8), nn.Linear(8, 10), nn.Parameter(torch.tensor(0.2))
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x.flatten(1)))) / self.temperature
+
+
+def test_a_network_that_does_more_behind_its_head_runs_its_body_twice(digits):
+    torch.manual_seed(0)
+    settings = dict(method="fedsol(rho=0.5, scope='head')", rounds=1, cohort=3, lr=0.1, measures=[])
+    ours = fedflat.train(digits, Tempered(), **settings, engine="inline")
+    torch.manual_seed(0)
+    with definition_only():
+        defined = fedflat.train(digits, Tempered(), **settings, engine="inline")
+    for one, other in zip(ours.model.parameters(), defined.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_update_and_its_fused_kernel_are_those_of_torch(momentum, nesterov):

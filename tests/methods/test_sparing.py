@@ -102,3 +102,14 @@ def test_it_sees_so_many_samples_and_no_more(monkeypatch, every, fraction, sampl
 def test_without_steps_between_no_direction_is_kept(method, kept):
     rule = parse(method).parts[0].plan(LocalRule(lr=0.1, steps=6), {"weights": torch.zeros(43)}, {})
     assert [*rule.carry] == kept
+
+
+@pytest.mark.parametrize(("share", "size", "some"), [(0.56, 25, 14), (0.5, 7, 4), (1e-12, 7, 1), (0.99, 7, 7)])
+def test_a_share_of_a_batch_is_rounded_up_and_not_by_the_error_of_its_product(share, size, some):
+    """0.56 · 25 is a little more than 14 in floating point."""
+    network, (batch,) = Network(module(), torch.float64), batches(1, size)
+    with network.listening() as tap:
+        slope = Slope(network, LocalRule(lr=0.1, steps=1), F.cross_entropy, tap).at(batch)
+        with slope.first(share):
+            assert len(slope.batch[0]) == len(slope.batch[1]) == some
+        assert slope.batch is batch

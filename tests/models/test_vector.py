@@ -3,6 +3,7 @@
 import hashlib
 import pickle
 from collections import OrderedDict
+from contextlib import suppress
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -115,11 +116,56 @@ def test_recomputed_layers_that_are_used_twice_add_their_gradients():
     torch.testing.assert_close(gradient, torch.cat([g.reshape(-1) for g in expected]))
 
 
+class Fails(torch.autograd.Function):
+    """The identity, whose gradient cannot be computed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, slope):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("taken", ["differentiate", "partials"])
+def test_a_gradient_that_failed_half_way_leaves_nothing_to_the_next_one(taken):
+    network = Network(partly_frozen(), torch.float64)
+    x, first, rest = torch.randn(5, 4, dtype=torch.float64), network.module[0], network.module[1:]
+
+    def gradient(between):
+        found = getattr(network, taken)(rest(between(first(x))).square().sum())
+        return torch.cat([part.reshape(-1) for part in found])
+
+    expected = gradient(lambda hidden: hidden)
+    with pytest.raises(ZeroDivisionError):
+        gradient(Fails.apply)
+    assert torch.equal(gradient(lambda hidden: hidden), expected)
+
+
+class FrozenInTraining(nn.Sequential):
+    """Freezes its first layer whenever it is set to train."""
+
+    def train(self, mode=True):
+        self[0].requires_grad_(not mode)
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("taken", ["differentiate", "partials"])
+def test_the_gradient_of_what_a_module_freezes_while_it_trains_is_zero(taken):
+    network = Network(FrozenInTraining(nn.Linear(4, 3), nn.Linear(3, 2)), torch.float64)
+    network.module.train()
+    found = getattr(network, taken)(network.module(torch.randn(5, 4, dtype=torch.float64)).square().sum())
+    gradient = torch.cat([part.reshape(-1) for part in found])
+    assert not gradient[:15].any() and bool(gradient[15:].any())
+
+
 def test_other_weights_take_the_place_of_the_networks_for_a_while():
     network = Network(partly_frozen(), torch.float64)
     own, before = network.weights, network.weights.clone()
-    with network.moved_to(torch.ones_like(before)):
+    with suppress(ZeroDivisionError), network.moved_to(torch.ones_like(before)):
         assert bool((network.module[0].weight == 1).all()) and torch.equal(own, before)
+        raise ZeroDivisionError
     assert network.weights is own and torch.equal(own, before)
     assert network.module[0].weight.data_ptr() == own.data_ptr()
 
@@ -161,8 +207,9 @@ def test_a_base_may_hold_anything():
 
 def test_another_process_gets_the_base_too():
     network = Network(partly_frozen())
+    network.ends_in_head = False
     other = pickle.loads(pickle.dumps(network))
-    assert other.base_digest == network.base_digest and other.head == network.head
+    assert other.base_digest == network.base_digest and other.head == network.head and not other.ends_in_head
     assert torch.equal(other.weights, network.weights)
     other.weights.zero_()
     assert bool(network.weights.any())

@@ -384,6 +384,7 @@ def test_a_damaged_line_is_named(bench):
             },
             "no seed in common",
         ),
+        ({"against": '{ method = "fedavg", rate = "usual", seed = 0 }'}, "share runs"),
     ],
 )
 def test_a_claim_that_means_nothing_is_refused(bench, fields, sentence):
@@ -498,15 +499,54 @@ def test_grid_order_decides_the_order_of_lines_not_the_order_of_runs(bench):
     assert (folder / "a" / "rates.jsonl").read_bytes() == (folder / "b" / "rates.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"metrics": None}, {"metrics": [1]}, {"metrics": {"loss": "low"}}, {"scale": None}, {"asked": None}, None],
+    ids=lambda damage: str(damage),
+)
+def test_a_run_with_a_damaged_result_is_not_finished(bench, damage):
+    folder, _ = bench
+    study = load_sweep(folder / "studies" / "rates.toml")
+    point = study.points[0]
+    whole = {"scale": "full", "metrics": {"loss": 1.5, "target": None}, "asked": point.asked()}
+    result = folder / point.slug / "result.json"
+    result.parent.mkdir()
+    result.write_text(json.dumps(whole))
+    assert finished(result.parent, point)
+    kept = {name: value for name, value in {**whole, **(damage or {})}.items() if value is not None}
+    result.write_text(json.dumps(kept) if damage else "[" * 10**5)
+    known = Evidence()
+    known.gather(study, folder)
+    assert not finished(result.parent, point) and not known.rows
+
+
+def test_a_run_whose_metrics_lack_rounds_gives_no_curve(bench, evidence, tmp_path):
+    folder, _ = bench
+    point = load_sweep(folder / "studies" / "rates.toml").points[0]
+    execute(prepare(point.recipe), tmp_path / "run")
+    save_result(tmp_path / "run", point, "full", [])
+    (row,) = (each for each in evidence.rows["rates"].values() if each["digest"] == digest(point))
+    assert row_of(tmp_path / "run", point)["curve"] == row["curve"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    del summary["versions"]
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
+    assert row_of(tmp_path / "run", point)["versions"] == {}
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for damaged in (lines[1:], lines[:1], ["{\n", *lines[1:]], [*lines, lines[1]]):
+        (tmp_path / "run" / "metrics.jsonl").write_text("".join(damaged))
+        with pytest.raises(RunError, match=r"metrics\.jsonl: lacks rounds of the run; delete its directory"):
+            row_of(tmp_path / "run", point)
+
+
 def test_a_run_of_an_earlier_version_counts_if_the_new_fields_have_their_defaults(bench):
     folder, _ = bench
     point = load_sweep(folder / "studies" / "rates.toml").points[0]
     asked = point.asked()
     del asked["evaluation"]["validation"]
-    (folder / "result.json").write_text(json.dumps({"asked": asked}))
+    (folder / "result.json").write_text(json.dumps({"scale": "full", "metrics": {}, "asked": asked}))
     assert finished(folder, point)
     asked["local"]["lr"] = 0.3
-    (folder / "result.json").write_text(json.dumps({"asked": asked}))
+    (folder / "result.json").write_text(json.dumps({"scale": "full", "metrics": {}, "asked": asked}))
     assert not finished(folder, point)
 
 
@@ -578,6 +618,7 @@ def test_a_ratio_beyond_all_floats_has_a_verdict_and_a_picture(bench):
         ({"curve": [[1, float("nan")]]}, "not a valid result"),
         ({"curve": [[0.5, 1.0]]}, "not a valid result"),
         ({"curve": [[-1, 1.0]]}, "not a valid result"),
+        ({"curve": [[2, 0.5], [1, 0.6]]}, "not a valid result"),
         ({"digest": ["0"]}, "not a valid result"),
         ({"metrics": {"loss": 2.0}}, "line 2 has other results than an earlier line of the same run"),
     ],

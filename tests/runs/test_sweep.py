@@ -779,7 +779,7 @@ def test_a_finished_sweep_of_an_earlier_version_may_lack_the_newer_fields_also_i
         for each in (asked, asked.get("base", asked)):
             each["data"].pop("half", None)
         (tmp_path / run.slug).mkdir()
-        (tmp_path / run.slug / "result.json").write_text(json.dumps({"asked": asked}))
+        (tmp_path / run.slug / "result.json").write_text(json.dumps({"scale": "full", "metrics": {}, "asked": asked}))
     refuse_other_settings(tmp_path, sweep)
     assert all(finished(tmp_path / run.slug, run) for run in sweep.runs)
     other = load_sweep(written(tmp_path, BASED.replace("steps = 2", "steps = 3")))

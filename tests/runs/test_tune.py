@@ -234,6 +234,9 @@ def test_a_client_keeps_a_sample_or_the_split_is_refused():
     shared = replace(federation, shards=(torch.tensor([7]), torch.tensor([7, *range(8, 40)])))
     with pytest.raises(SplitError, match=r"evaluation\.validation = 0\.99"):
         shared.validating(0.99, seed=1)
+    single = replace(federation, shards=(torch.tensor([5]), torch.tensor([7])))
+    with pytest.raises(SplitError, match="no client has two samples"):
+        single.validating(0.5, seed=0)
 
 
 def test_stages_and_promotions():

@@ -200,13 +200,15 @@ class Federation:
             seed: seed of the draw.
 
         Raises:
-            SplitError: a client has no samples left, because others hold them too.
+            SplitError: a client has no samples left, because others hold them too; or none has two.
         """
         mine = [
             shard[torch.from_numpy(numpy_generator(seed, "validation", client=i).permutation(len(shard)))]
             for i, shard in enumerate(self.shards)
         ]
         held = torch.cat([shard[: min(len(shard) - 1, max(1, round(share * len(shard))))] for shard in mine]).unique()
+        if not len(held):
+            raise SplitError('evaluation.on = "validation": no client has two samples, so none can be held out')
         data = self.dataset
         out = torch.zeros(len(data.train.labels), dtype=torch.bool)
         out[held] = True

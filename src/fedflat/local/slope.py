@@ -132,7 +132,7 @@ class Slope:
     def first(self, share: float) -> Iterator[None]:
         """Within this context, passes see only the first ⌈share · B⌉ of the batch's B samples."""
         batch, seen = self.batch, self._seen
-        count = math.ceil(share * len(batch[1]))
+        count = max(1, math.ceil(round(share * len(batch[1]), 9)))  # 0.56 · 25 is a little more than 14
         if count < len(batch[1]):
             self.batch, self._seen = (batch[0][:count], batch[1][:count]), {}
         yield

@@ -217,7 +217,8 @@ class Network:
         with ExitStack() as hooks:
             for parameter in self.trained:
                 parameter.grad = None
-                hooks.callback(parameter.register_post_accumulate_grad_hook(move).remove)
+                if parameter.requires_grad:  # a module may freeze some of them when it is set to train
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(move).remove)
             objective.backward()
         for parameter in waiting:
             places[parameter].zero_()
@@ -228,6 +229,8 @@ class Network:
 
         This uses `backward`, because `autograd.grad` does not support modules with re-entrant activation checkpointing.
         """
+        for parameter in self.trained:
+            parameter.grad = None  # it may hold a part of a gradient whose computation failed
         objective.backward()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in self.trained]
         for parameter in self.trained:

@@ -32,6 +32,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from fedflat.errors import RecipeError, nearest, shortened
 from fedflat.recipe import Section, read_table
+from fedflat.runs.claims.evidence import digest
 from fedflat.runs.claims.verdict import Direction, Need
 from fedflat.runs.shipped import shipped_folder
 from fedflat.runs.sweep.grid import load_sweep
@@ -194,7 +195,7 @@ def load_studies(claim: Claim, beside: Path | None = None) -> dict[str, Sweep]:
 
     Raises:
         RecipeError: a study is missing or invalid, all of its seeds are the pilot's, its seeds have too few runs for a
-            ranking, or a part does not fit its grid.
+            ranking, or a part does not fit its grid or compares a run with itself.
     """
     found = {name: load_sweep(_study_file(claim, name, beside)) for name in claim.studies}
     for study in found.values():
@@ -213,6 +214,12 @@ def load_studies(claim: Claim, beside: Path | None = None) -> dict[str, Sweep]:
             raise RecipeError(
                 f"{claim.name}: part {part.name!r}: `of` and `against` have no seed in common, so nothing can be paired"
             )
+        if len(groups) == 2 and (part.against_quantity or part.quantity) == part.quantity:
+            mine, theirs = ({digest(p) for p in claim.judged(study) if matches(p, chosen)} for chosen in groups)
+            if mine & theirs:
+                raise RecipeError(
+                    f"{claim.name}: part {part.name!r}: `of` and `against` share runs, which show no effect"
+                )
     return found
 
 

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +107,17 @@ def row_of(folder: Path, point: Point) -> Row:
         "digest": digest(point),
         "values": point.values,
         "metrics": metrics,
-        "curve": _curve(folder / "metrics.jsonl", recipe.metric),
+        "curve": _curve(folder, recipe.metric, summary["rounds"]),
         **({"best": "lowest"} if recipe.evaluation.best == "lowest" else {}),
-        "versions": summary["versions"],
+        "versions": summary.get("versions", {}),
     }
 
 
-def _curve(path: Path, metric: str) -> list[tuple[int, float]]:
-    records = (read_record(line) for line in read_whole(path).splitlines())
-    return [(each["round"], _short(each[metric])) for each in records if each and each.get(metric) is not None]
+def _curve(folder: Path, metric: str, rounds: int) -> list[tuple[int, float]]:
+    records = [read_record(line) or {} for line in read_whole(folder / "metrics.jsonl").splitlines()]
+    if [each.get("round") for each in records] != [*range(1, rounds + 1)]:
+        raise RunError(f"{folder}/metrics.jsonl: lacks rounds of the run; delete its directory to train it again")
+    return [(each["round"], _short(each[metric])) for each in records if each.get(metric) is not None]
 
 
 def _short(value: float) -> float:
@@ -155,6 +158,7 @@ def _whole(row: Mapping[str, Any]) -> bool:
         and all(_number(value) for value in metrics.values())
         and isinstance(curve, list)
         and all(isinstance(pair, list) and len(pair) == 2 and _evaluated(*pair) for pair in curve)
+        and all(before[0] < after[0] for before, after in pairwise(curve))
     )
 
 

@@ -26,9 +26,10 @@ METRICS = ("rounds_to_target", "bytes_up", "bytes_down", "seconds", "consistency
 ELSEWHERE = {"round", "cohort"}  # fields of a record that a row has in its settings
 FORGOTTEN = 0.5  # a class counts as forgotten below this fraction of its best accuracy
 FLATNESS = ("ascent_sharpness", "average_sharpness", "adaptive_sharpness", "weight_norm", "log10_capacity")
+# What a file that was damaged or edited by hand may raise; its run counts as not finished, and is finished again.
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 GO_ON = "free some space, then run the same command again"
 TAIL = 2**17  # bytes; longer than any record of a round
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # errors of a damaged result
 
 Row = dict[str, Any]
 
@@ -38,15 +39,20 @@ def finished(folder: Path, point: Point) -> bool:
 
     A field that the recorded recipe lacks, because an earlier version wrote it, counts with its default.
     """
-    with suppress(*UNREADABLE):
+    with suppress(*DAMAGED):
         return bool(_recorded(folder) == point.asked())
     return False
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
-    """What was asked for when a run was finished, with the defaults of fields that are newer."""
-    asked: dict[str, Any] = json.loads(read_bytes(folder / "result.json"))["asked"]
-    return _in_full(asked)
+    """What was asked for when a run was finished, with the defaults of fields that are newer.
+
+    Raises one of `DAMAGED` if the result is not whole.
+    """
+    result = json.loads(read_bytes(folder / "result.json"))
+    if "scale" not in result or not all(isinstance(v, int | float | None) for v in result["metrics"].values()):
+        raise ValueError(f"{folder}: result.json is damaged")
+    return _in_full(result["asked"])
 
 
 def _in_full(asked: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +92,7 @@ def _other_setting(folder: Path, point: Point, begun_from: bool) -> tuple[str, A
     """
     try:
         before, now = flattened({**_recorded(folder), "after": []}), flattened({**point.asked(), "after": []})
-    except UNREADABLE:
+    except DAMAGED:
         return None
     more = now["server.rounds"] - before.get("server.rounds", 0)
     changed = more != 0 if begun_from else more < 0
