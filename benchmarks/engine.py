@@ -24,6 +24,7 @@ import venv
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -254,8 +255,14 @@ def draw(runs: Sequence[Run], jobs: Mapping[str, Any], path: Path) -> None:
     """Samples/s of every contender, job by job, each as a share of ours."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.6 * len(jobs) + 1, 3.2), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(jobs), squeeze=False)[0], jobs, strict=True):
+    columns = min(len(jobs), 5)
+    rows = -(-len(jobs) // columns)
+    figure = Figure(figsize=(2.6 * columns + 1, 3 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, name in zip_longest(panels, jobs):
+        if name is None:
+            axes.remove()
+            continue
         here = [run for run in runs if run["job"] == name]
         speeds = {c: [speed(run) for run in here if run["contender"] == c] for c in (*CONTENDERS, *VARIANTS)}
         shown = {contender: values for contender, values in speeds.items() if values}

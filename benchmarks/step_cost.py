@@ -14,10 +14,10 @@ import torch
 from timing import interleaved, ratio
 
 from fedflat import Dataset, Federation, Samples, models
+from fedflat.engine.heap import settled_worker
 from fedflat.methods.parser import parse
 from fedflat.models.vector import Network
 from fedflat.recipe import Local
-from fedflat.rounds.client import Worker
 from fedflat.rounds.server import first_state, view
 from fedflat.rounds.setup import Broadcast, Problem
 
@@ -43,7 +43,7 @@ def local_round(written: str, federation: Federation, network: Network) -> objec
     """A client's local round of a few steps with a method, as a job to be timed; the client has taken part before."""
     local = Local(steps=STEPS, batch=50, lr=0.01, momentum=0.9, weight_decay=1e-5)
     problem = Problem.of(federation, network, parse(written), local)
-    worker, state = Worker(problem), first_state(problem)
+    worker, state = settled_worker(problem), first_state(problem)
     memory = {name: torch.randn(network.size) * 1e-3 for name in problem.memory}
     moved = {name: vector + 1e-3 for name, vector in problem.method.broadcast(view(problem, state)).items()}
     return lambda: worker.local_round(Broadcast(1, 0.01, moved), 0, memory)

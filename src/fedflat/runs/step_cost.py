@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import torch
 
+from fedflat.engine import settled_worker
 from fedflat.methods import Method
-from fedflat.rounds import Broadcast, Problem, Worker, first_state, one_thread, view
+from fedflat.rounds import Broadcast, Problem, first_state, one_thread, view
 
 
 def step_cost(problem: Problem, repeats: int = 9, steps: int = 6) -> float:
@@ -35,7 +36,7 @@ def step_cost(problem: Problem, repeats: int = 9, steps: int = 6) -> float:
 
 def _local_round(problem: Problem) -> Callable[[], object]:
     """A local round of the largest client, as a job to be timed."""
-    worker, state = Worker(problem), first_state(problem)
+    worker, state = settled_worker(problem), first_state(problem)  # as in an engine
     memory = {name: torch.full((problem.network.size,), 1e-3) for name in problem.memory}
     sent = {name: vector.clone() for name, vector in problem.method.broadcast(view(problem, state)).items()}
     client = problem.federation.largest_first(range(problem.federation.clients))[0]
