@@ -1,12 +1,12 @@
 """The papers' networks: CPU time of a client's local round compared with the usual loop, one thread, in turns.
 
-    python benchmarks/networks.py [--repeats 7] [--networks mlp cnn lenet resnet vgg] [--profile]
+    python benchmarks/networks.py [--repeats 7] [--networks mlp cnn lenet resnet vgg] [--bf16] [--profile]
 
 Both train 250 random images of CIFAR-10's shape in batches of 50, with momentum, from the same weights; the MLP trains
 60 of MNIST's shape in batches of 10, as on J3. The usual loop is that of contenders/naive.py: a DataLoader, autograd,
-torch.optim.SGD. This is the part of a round that does not depend on processes; CPU time bears a busy machine.
-`engine.py` compares whole rounds. Prints a Markdown table; with `--profile` also one of the operators that take most of
-our time.
+torch.optim.SGD; with `--bf16` only our passes are in bfloat16. This is the part of a round that does not depend on
+processes; CPU time bears a busy machine. `engine.py` compares whole rounds. Prints a Markdown table; with `--profile`
+also one of the operators that take most of our time.
 """
 
 import argparse
@@ -42,14 +42,14 @@ def sizes(name: str) -> tuple[int, int, tuple[int, int, int]]:
     return (SMALL_SAMPLES, SMALL_BATCH, SMALL_SHAPE) if name == "mlp" else (SAMPLES, BATCH, SHAPE)
 
 
-def rounds(name: str) -> dict[str, Callable[[], object]]:
+def rounds(name: str, bf16: bool = False) -> dict[str, Callable[[], object]]:
     """A local round in the usual way and in ours."""
     count, batch, shape = sizes(name)
     chance = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, *shape), generator=chance, dtype=torch.uint8)
     labels = torch.randint(0, 10, (count,), generator=chance)
     mean, std = [0.5] * shape[0], [0.25] * shape[0]
-    network = Network(models.build(NETWORKS[name], shape, 10))
+    network = Network(models.build(NETWORKS[name], shape, 10), autocast=bf16)
     momentum, decay = 0.9, 1e-5
     if name == "mlp":
         images, mean, std, momentum, decay = images / 255, [], [], 0.0, 0.0
@@ -71,13 +71,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     images = ["mlp", "cnn", "lenet", "resnet", "vgg"]
     parser.add_argument("--networks", nargs="+", choices=images, default=images)
+    parser.add_argument("--bf16", action="store_true", help="our passes in bfloat16")
     parser.add_argument("--profile", action="store_true", help="also print where our time goes")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("| network | usual loop, ms a step | ours | usual ÷ ours | quartiles |\n|---|---|---|---|---|", flush=True)
     profiles = []
     for name in options.networks:
-        sides = rounds(name)
+        sides = rounds(name, options.bf16)
         seconds = interleaved(sides, options.repeats, time.process_time)
         middle, low, high = ratio(seconds["usual"], seconds["ours"])
         count, batch, _ = sizes(name)
