@@ -13,6 +13,8 @@ from torch.func import vmap
 from fedflat.models import winograd
 from fedflat.models.blocks import Convolution
 
+SAMPLES = 3
+
 
 @pytest.fixture
 def forms(monkeypatch):
@@ -23,7 +25,7 @@ def forms(monkeypatch):
     found, linear, usual = [], F.linear, nn.Conv2d.forward
 
     def layer(x, weight, bias):
-        found.append((x[0].numel() // weight.shape[1], weight.shape[1] // 4))
+        found.append((x.numel() // weight.shape[1] // SAMPLES, weight.shape[1] // 4))
         return linear(x, weight, bias)
 
     def convolution(self, x):
@@ -63,7 +65,7 @@ def test_convolution_is_torchs_with_its_first_and_second_derivatives(
     ours = Convolution(4, 40, size, stride, padding, bias).double()
     plain = nn.Conv2d(4, 40, size, stride, padding, bias=bias).double()
     plain.load_state_dict(ours.state_dict())
-    x = torch.randn(3, 4, *image, dtype=torch.float64).to(memory_format=layout)
+    x = torch.randn(SAMPLES, 4, *image, dtype=torch.float64).to(memory_format=layout)
     found = _derivatives(ours, x)
     assert forms == [form if form != "usual" or layout is torch.channels_last else "converted"]
     for mine, theirs in zip(found, _derivatives(plain, x), strict=True):

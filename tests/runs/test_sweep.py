@@ -790,7 +790,8 @@ def test_a_finished_sweep_of_an_earlier_version_may_lack_the_newer_fields_also_i
 def test_a_base_is_not_trained_on_once_a_run_has_begun_from_its_model(tmp_path):
     sweep = load_sweep(written(tmp_path, BASED))
     (tmp_path / "base").mkdir()
-    (tmp_path / "base/result.json").write_text(json.dumps({"asked": sweep.base.asked()}))
+    whole = {"asked": sweep.base.asked(), "scale": "default", "metrics": {}}
+    (tmp_path / "base/result.json").write_text(json.dumps(whole))
     longer = load_sweep(written(tmp_path, BASED.replace("cohort = 1", "cohort = 1\nserver.rounds = 3")))
     refuse_other_settings(tmp_path, longer)
     (tmp_path / "all").mkdir()

@@ -140,8 +140,9 @@ class Convolution(nn.Conv2d):
 
     def _at_few_positions(self, x: Tensor, rows: int, columns: int) -> Tensor:
         windows = F.unfold(x, self._size, stride=self._stride, padding=self._padding).transpose(1, 2)
-        y = F.linear(windows, self.weight.flatten(1), self.bias)
-        maps: Tensor = y.transpose(1, 2).unflatten(2, (rows, columns))
+        # One matrix: of a batch, torch would round otherwise once the weights are frozen.
+        y = F.linear(windows.flatten(0, 1), self.weight.flatten(1), self.bias)
+        maps: Tensor = y.unflatten(0, (x.shape[0], rows * columns)).transpose(1, 2).unflatten(2, (rows, columns))
         return maps
 
 

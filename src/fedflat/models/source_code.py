@@ -4,7 +4,7 @@ import ast
 import inspect
 from collections.abc import Iterable
 
-from fedflat.models import blocks, networks, sequences, winograd
+from fedflat.models import blocks, networks, products, sequences, winograd
 from fedflat.models.registry import MODELS
 
 HEADER = '"""For the model next to this file, in plain PyTorch."""\n\n'
@@ -21,7 +21,7 @@ def source(name: str | None, normalised: bool = False) -> str:
     (True, False, False)
     """
     texts, needs, imports = dict[str, str](), dict[str, set[str]](), list[str]()
-    for module in (winograd, blocks, networks, sequences):
+    for module in (products, winograd, blocks, networks, sequences):
         text = inspect.getsource(module)
         for node in ast.parse(text).body:
             code = ast.get_source_segment(text, node) or ""
