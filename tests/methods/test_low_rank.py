@@ -159,5 +159,7 @@ def test_a_rank_beyond_the_layer_as_peft_allows_it_loses_nothing(shape, clients)
 
 def test_factors_of_a_grouped_convolution_of_peft_are_refused():
     layout = Layout.of([("0.lora_a", torch.empty(4, 6, 3, 3)), ("0.lora_b", torch.empty(6, 2, 1, 1))])
-    with pytest.raises(RecipeError, match=r"products of a whole A and B, and 0\.lora_b has the shape \(6, 2, 1, 1\), as"):
+    with pytest.raises(
+        RecipeError, match=r"products of a whole A and B, and 0\.lora_b has the shape \(6, 2, 1, 1\), as"
+    ):
         ProductAverage().fits(layout)

@@ -30,6 +30,7 @@ def test_true_and_false_are_written_as_in_a_recipe_or_as_in_python():
     assert repr(parse("man(0.1, attention=true)")) == repr(Method(ActivationNorm(0.1, attention=True)))
     assert parse("man(0.1, 'all', false)").parts == parse("man(0.1, attention=False)").parts
 
+
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_entry_spells_itself_out_and_back(name):
     assert repr(parse(spell(name))) == repr(parse(name))
