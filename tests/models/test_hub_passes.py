@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from fedflat import Dataset, Federation, Samples, train
+from fedflat.errors import RecipeError
 from fedflat.methods.chain import Method
 from fedflat.methods.parts import ActivationNorm, ProximalAscent
 from fedflat.models import Network, build
@@ -79,3 +81,10 @@ def test_padding_is_no_activation_of_a_model_that_joins_the_texts_of_a_batch():
         (found,) = tap(inputs).squares.values()
     expected = seen[0].reshape(*inputs.shape, -1)[inputs >= 0].square().mean()
     assert float(found) == pytest.approx(float(expected))
+
+
+def test_an_attention_that_only_has_a_name_of_those_of_transformers_is_not_looked_at():
+    layers = nn.ModuleDict({"output": nn.ModuleDict({"dense": nn.Linear(4, 4)})})
+    network = Network(nn.ModuleDict({"attention": layers, "act": nn.ReLU()}))
+    with pytest.raises(RecipeError, match="no attention to look at"), network.listening(attention=True):
+        pass
