@@ -1,5 +1,6 @@
 """What a pass of a model of `transformers` shows: the features of a text, and activations without those of padding."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def test_the_features_of_a_text_are_what_the_head_makes_its_logits_of(padding):
     features, logits = features_and_logits(network, inputs)
     assert features.shape == (40, 8) and not network.ends_in_head
     torch.testing.assert_close(network.head_module(features), logits)
+    assert not pickle.loads(pickle.dumps(network)).ends_in_head
 
 
 def test_neighbours_and_features_of_a_classifier_of_texts_of_several_lengths(tmp_path):
@@ -64,10 +66,11 @@ def test_neighbours_and_features_of_a_classifier_of_texts_of_several_lengths(tmp
     assert {each.epochs for each in mixed} == {0, 1} and all(each.accuracy_after is not None for each in mixed)
 
 
+@pytest.mark.parametrize("rho", [0.0, 0.1], ids=["watched", "taken"])
 @pytest.mark.parametrize("attention", [False, True])
-def test_what_fedsol_perturbs_along_sees_the_attention_too(attention):
-    method = Method(ProximalAscent(ActivationNorm(attention=attention), rho=0.1))
-    settings = dict(rounds=1, cohort=2, lr=0.05, engine="inline", model_config=GPT2)
+def test_what_fedsol_perturbs_along_sees_the_attention_too(attention, rho):
+    method = Method(ProximalAscent(ActivationNorm(attention=attention), rho=rho))
+    settings = dict(rounds=1, cohort=2, lr=0.05, engine="inline", model_config=GPT2, measures=["cosine"])
     notes = train(federation(), "transformers", method, **settings).history[0]["notes"]
     assert any(name.endswith("attn.c_proj") for name in notes) == attention
 

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import pickle
 from pathlib import Path
 
 import datasets as hub
@@ -331,6 +332,10 @@ def test_texts_in_other_tokens_than_those_of_the_folder_are_refused(tmp_path):
             prepare(load(None, [*QUICK, *data, own]))
     with pytest.raises(RecipeError, match=r"^data\.tokenizer: its ids stand for other tokens than in model\.folder"):
         prepare(load(None, [*QUICK, *data, f"data.tokenizer={other}"]))
+    table = json.loads((base / "tokenizer.json").read_text())
+    del table["model"]["vocab"]["q"]
+    other.write_text(json.dumps(table))
+    assert prepare(load(None, [*QUICK, *data, f"data.tokenizer={other}"]))  # a token fewer, and the others as they are
     settings = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=12)
     transformers.GPT2LMHeadModel(settings).save_pretrained(base)
     with pytest.raises(RecipeError, match=r"knows 20 tokens, and the data has 35; take the folder.s tokenizer.json"):
