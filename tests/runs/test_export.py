@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import pickle
 from pathlib import Path
 
 import datasets as hub
