@@ -73,3 +73,19 @@ def test_a_panic_of_the_library_is_one_sentence_without_its_backtrace(tmp_path, 
     with pytest.raises(DataError, match=r"^data\.tokenizer = '.*': tokenizer\.json is not a tokenizer \(.*\)$"):
         subwords.read_subwords(tmp_path)
     assert capfd.readouterr().err == ""
+
+
+def test_the_padding_of_a_file_is_not_ours(tmp_path):
+    rules = words()
+    rules.enable_padding(pad_id=3, pad_token="or", length=9)
+    rules.save(str(tmp_path / "tokenizer.json"))
+    assert subwords.read_subwords(tmp_path).encode("to be").tolist() == [1, 2]
+
+
+def test_the_largest_id_is_the_last_of_those_that_are_read(tmp_path, monkeypatch):
+    words().save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(subwords, "MOST", 4)
+    assert subwords.read_subwords(tmp_path).size == 4
+    monkeypatch.setattr(subwords, "MOST", 3)
+    with pytest.raises(DataError, match=r"tokenizer\.json has an id of 3, where 1 to 3 tokens are read$"):
+        subwords.read_subwords(tmp_path)

@@ -1,11 +1,14 @@
 """What a pass of a model of `transformers` shows: the features of a text, and activations without those of padding."""
 
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from fedflat import Dataset, Federation, Samples, train
+from fedflat.errors import RecipeError
 from fedflat.methods.chain import Method
 from fedflat.methods.parts import ActivationNorm, ProximalAscent
 from fedflat.models import Network, build
@@ -51,6 +54,7 @@ def test_the_features_of_a_text_are_what_the_head_makes_its_logits_of(padding):
     features, logits = features_and_logits(network, inputs)
     assert features.shape == (40, 8) and not network.ends_in_head
     torch.testing.assert_close(network.head_module(features), logits)
+    assert not pickle.loads(pickle.dumps(network)).ends_in_head
 
 
 def test_neighbours_and_features_of_a_classifier_of_texts_of_several_lengths(tmp_path):
@@ -62,10 +66,11 @@ def test_neighbours_and_features_of_a_classifier_of_texts_of_several_lengths(tmp
     assert {each.epochs for each in mixed} == {0, 1} and all(each.accuracy_after is not None for each in mixed)
 
 
+@pytest.mark.parametrize("rho", [0.0, 0.1], ids=["watched", "taken"])
 @pytest.mark.parametrize("attention", [False, True])
-def test_what_fedsol_perturbs_along_sees_the_attention_too(attention):
-    method = Method(ProximalAscent(ActivationNorm(attention=attention), rho=0.1))
-    settings = dict(rounds=1, cohort=2, lr=0.05, engine="inline", model_config=GPT2)
+def test_what_fedsol_perturbs_along_sees_the_attention_too(attention, rho):
+    method = Method(ProximalAscent(ActivationNorm(attention=attention), rho=rho))
+    settings = dict(rounds=1, cohort=2, lr=0.05, engine="inline", model_config=GPT2, measures=["cosine"])
     notes = train(federation(), "transformers", method, **settings).history[0]["notes"]
     assert any(name.endswith("attn.c_proj") for name in notes) == attention
 
@@ -79,3 +84,10 @@ def test_padding_is_no_activation_of_a_model_that_joins_the_texts_of_a_batch():
         (found,) = tap(inputs).squares.values()
     expected = seen[0].reshape(*inputs.shape, -1)[inputs >= 0].square().mean()
     assert float(found) == pytest.approx(float(expected))
+
+
+def test_an_attention_that_only_has_a_name_of_those_of_transformers_is_not_looked_at():
+    layers = nn.ModuleDict({"output": nn.ModuleDict({"dense": nn.Linear(4, 4)})})
+    network = Network(nn.ModuleDict({"attention": layers, "act": nn.ReLU()}))
+    with pytest.raises(RecipeError, match="no attention to look at"), network.listening(attention=True):
+        pass

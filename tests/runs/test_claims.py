@@ -345,6 +345,9 @@ def test_results_are_kept_as_lines_and_found_again_by_their_digest(bench, eviden
     assert digest(longer.points[0]) != digest(study.points[0])
     elsewhere = load_sweep(folder / "studies" / "rates.toml", overrides=["engine.workers=2", "data.dir=/tmp"])
     assert digest(elsewhere.points[0]) == digest(study.points[0]), "where it runs does not matter"
+    point, recipe = study.points[0], study.points[0].recipe
+    based = [replace(point, base=each) for each in (None, recipe, recipe.model_copy(update={"seed": 7}))]
+    assert len({*map(digest, based)}) == 3, "the base that it starts from does"
     before = (folder / "kept" / "rates.jsonl").read_bytes()
     again.write(study, folder / "kept")
     assert (folder / "kept" / "rates.jsonl").read_bytes() == before

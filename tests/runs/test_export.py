@@ -331,6 +331,10 @@ def test_texts_in_other_tokens_than_those_of_the_folder_are_refused(tmp_path):
             prepare(load(None, [*QUICK, *data, own]))
     with pytest.raises(RecipeError, match=r"^data\.tokenizer: its ids stand for other tokens than in model\.folder"):
         prepare(load(None, [*QUICK, *data, f"data.tokenizer={other}"]))
+    table = json.loads((base / "tokenizer.json").read_text())
+    del table["model"]["vocab"]["q"]
+    other.write_text(json.dumps(table))
+    assert prepare(load(None, [*QUICK, *data, f"data.tokenizer={other}"]))  # a token fewer, and the others as they are
     settings = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=12)
     transformers.GPT2LMHeadModel(settings).save_pretrained(base)
     with pytest.raises(RecipeError, match=r"knows 20 tokens, and the data has 35; take the folder.s tokenizer.json"):
@@ -480,17 +484,21 @@ def test_the_card_names_a_part_of_the_users_own(tmp_path):
     assert "- **fedflat.methods.parts:Ascent**: a custom part." in card
 
 
-def test_adapters_of_a_tied_head_are_merged_into_the_head_alone(tmp_path):
-    """The configuration of GPT-2 ties its head to its embedding, which has no adapter."""
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_adapters_of_a_tied_head_are_merged_into_the_head_alone(tmp_path, kind):
+    """The configurations tie the head to the embedding, which has no adapter."""
     (tmp_path / "texts.jsonl").write_text('{"text": "Good day to you, and good night"}\n' * 30)
-    config = '{model_type = "gpt2", n_embd = 8, n_layer = 1, n_head = 2, n_positions = 12}'
+    config = {
+        "gpt2": '{model_type = "gpt2", n_embd = 8, n_layer = 1, n_head = 2, n_positions = 12}',
+        "bert": f"{BERT[:-1]}, max_position_embeddings = 12}}",
+    }[kind]
     data = ["data.name=jsonl", f"data.dir={tmp_path / 'texts.jsonl'}", "split.name=iid", "split.clients=3",
             "data.window=12", "data.predict=all"]  # fmt: skip
-    model = ["model.name=transformers", f"model.config={config}", "model.lora={rank = 2, targets = 'lm_head'}"]
+    model = ["model.name=transformers", f"model.config={config}", "model.lora={rank = 2, targets = 'all'}"]
     run = finished(tmp_path / "run", "local.lr=1.0", *data, *model)
     files = {path.name: path for path in export(run, onnx=False, out=tmp_path / "shared")}
     module = load_run(run).network.module
-    assert float(module.lm_head.lora_b.detach().norm()) > 0.01
+    assert float(module.get_output_embeddings().lora_b.detach().norm()) > 0.001
     ((tokens, logits),) = executed(files["README.md"])
     with torch.no_grad():
         torch.testing.assert_close(logits, module.eval()(tokens), rtol=0, atol=1e-5)

@@ -801,6 +801,19 @@ def test_a_base_is_not_trained_on_once_a_run_has_begun_from_its_model(tmp_path):
         refuse_other_settings(tmp_path, longer)
 
 
+def test_a_trial_has_no_base_and_an_unfinished_one_is_not_done(tmp_path, monkeypatch):
+    sweep, seen = load_sweep(written(tmp_path, BASED)), []
+    work = Jobs(sweep, tmp_path / "runs", 1, 1)
+    monkeypatch.setattr(
+        Jobs, "_run", lambda self, waiting, *_: seen.append(([p.slug for p in waiting], self.sweep.base))
+    )
+    work.run(lambda: None, lambda *_: None)
+    assert [slugs for slugs, _ in seen] == [["base"], ["all", "lora"]] and work.done == []
+    seen.clear()
+    throughput.trial(sweep.points[0], (2, 1))
+    assert seen == [([], None), (["0", "1"], None)]
+
+
 def test_a_result_that_is_nested_too_deeply_counts_as_none(tmp_path):
     point = load_sweep(written(tmp_path, BASED)).points[0]
     (tmp_path / "result.json").write_text('{"asked": ' + "[" * 100_000)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import average_precision_score, r2_score
 
-from fedflat import Metric, Samples, train
+from fedflat import Metric, Samples, federate, train
 from fedflat.errors import RecipeError
 from fedflat.recipe.settings import Measure
 from fedflat.tasks import TASKS, Accuracy, MeanAveragePrecision, Perplexity, RSquared, Task, find_task
@@ -124,3 +124,14 @@ def test_no_metric_takes_the_name_of_another_field_of_a_record(digits):
     for name in sorted(TAKEN):
         with pytest.raises(RecipeError, match=rf"^task: '{name}' cannot be the name of a metric; take a word of its"):
             Task(F.cross_entropy, (type("Own", (Found,), {"name": name}),))
+
+
+def test_less_of_an_error_is_better_and_its_target_is_reached_from_above(chance):
+    x = torch.randn(90, 3, generator=chance)
+    data = federate(x, x @ torch.tensor([1.0, -2.0, 3.0]), split="iid", clients=3)
+    settings = dict(rounds=5, cohort=3, lr=0.05, engine="inline", metric="mse")
+    errors = [record["mse"] for record in train(data, **settings).history]
+    assert errors[-1] < errors[2] < errors[0]
+    summary = train(data, target=errors[2], **settings).summary
+    assert summary["mse_best"] == min(errors)
+    assert summary["rounds_to_target"] == 1 + next(k for k, error in enumerate(errors) if error <= errors[2])
