@@ -186,5 +186,7 @@ def test_a_recipe_passes_the_wish_on(monkeypatch):
     monkeypatch.setattr("fedflat.runs.build.device_of", lambda recipe: "cpu")
     recipe = validated({"engine": {"graph": True}, "server": {"cohort": 40}, "split": {"clients": 40}})
     problem = assemble(recipe, federate("digits", "iid", 40), None, parse("fedavg"))
+    with pytest.raises(RecipeError, match=r"engine\.group = 2: with engine\.graph = true clients train one by one"):
+        validated({"engine": {"graph": True, "group": 2}})
     assert problem.group == 1
     assert local_rule(problem, Broadcast(0, 0.1, {}), 0, 10).graph

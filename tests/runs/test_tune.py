@@ -18,17 +18,20 @@ import torch
 from fedflat import federate
 from fedflat.cli import app
 from fedflat.errors import RecipeError, RunError, SplitError
+from fedflat.randomness import numpy_generator
 from fedflat.recipe import load
 from fedflat.runs.build import prepare
 from fedflat.runs.experiment import execute
 from fedflat.runs.sweep import load_sweep
 from fedflat.runs.tune import (
     Plan,
+    Space,
     Trial,
     Tuned,
     final_sweep,
     promoted,
     read_space,
+    read_tuned,
     rows,
     rungs,
     search,
@@ -186,7 +189,7 @@ def test_every_method_is_given_the_same_and_the_table_says_what_it_used(tmp_path
 )
 def test_tuned_settings_of_any_kind_reach_the_final_sweep(tmp_path, space):
     plan = small(1, space=(space,), trials=2)
-    for settings in plan.space.grid("fedavg"):
+    for settings in plan.space.drawn("fedavg", 9):
         (tmp_path / "final.toml").write_text(final_sweep(plan, [Tuned("fedavg", settings, 0.5, 2, 2, 2, [])], 1))
         (point,) = load_sweep(tmp_path / "final.toml").points
         asked = tuned_recipe(plan.recipe, "fedavg", settings, [{"server": {"rounds": 1}}])
@@ -268,12 +271,30 @@ def test_a_space_that_means_nothing_is_refused(methods, space, sentence):
         read_space(methods, space)
 
 
+@pytest.mark.parametrize(("count", "drawn"), [(2, 9), (3, 9), (10, 9), (10, 10)])
+def test_combinations_are_drawn_in_the_order_of_their_grid(count, drawn):
+    """The grid is that of nested loops, the last axis innermost; numpy draws the same places of it."""
+    space = Space(("fedavg",), {"local.lr": [0.1 * k for k in range(1, count)], "local.batch": [*range(count)]})
+    grid = [{"local.lr": a, "local.batch": b} for a in space.axes["local.lr"] for b in space.axes["local.batch"]]
+    assert space.combinations("fedavg") == len(grid)
+    chosen = sorted(numpy_generator(0, "tune fedavg").choice(len(grid), min(drawn, len(grid)), replace=False).tolist())
+    assert space.drawn("fedavg", drawn) == [grid[index] for index in chosen]
+
+
+@pytest.mark.parametrize("axes", [9, 30])
+def test_a_grid_that_fits_into_no_memory_can_be_searched(axes):
+    space = Space(("fedavg",), {f"model.a{k}": [*range(10)] for k in range(axes)})
+    drawn = space.drawn("fedavg", 9)
+    assert space.combinations("fedavg") == 10**axes
+    assert len({json.dumps(each) for each in drawn}) == 9 and all([*each] == [*space.axes] for each in drawn)
+
+
 def test_a_space_can_be_a_file(tmp_path):
     path = tmp_path / "space.toml"
     path.write_text('method = "fedsam({rho})"\n[space]\nrho = [0.1, 0.2]\nlocal.lr = [0.1]\n')
     space = read_space((), [str(path)])
     assert space.methods == ("fedsam({rho})",)
-    assert space.grid("fedsam({rho})") == [{"rho": 0.1, "local.lr": 0.1}, {"rho": 0.2, "local.lr": 0.1}]
+    assert space.drawn("fedsam({rho})", 9) == [{"rho": 0.1, "local.lr": 0.1}, {"rho": 0.2, "local.lr": 0.1}]
 
 
 def test_another_search_in_the_same_directory_is_refused(tmp_path):
@@ -428,3 +449,20 @@ def test_the_table_counts_the_trials_that_failed(tmp_path):
 
     (found,) = search(small(1, space=("local.lr=0.1,1e-9",), trials=2), tmp_path, unless_tiny)
     assert rows([found])[0]["combinations"] == "2 of 2, 1 failed"
+
+
+@pytest.mark.parametrize("metric", ["r2", "mse"])
+def test_the_table_shows_the_metric_and_not_the_score_of_which_more_is_better(tmp_path, metric):
+    """Nothing is learnt here, so R² is below 0, and so is the score of the squared error."""
+    chance = np.random.default_rng(0)
+    arrays = {f"x_{part}": chance.normal(size=(40, 3)).astype(np.float32) for part in ("train", "test")}
+    np.savez(tmp_path / "arrays.npz", **arrays, y_train=chance.normal(size=40), y_test=chance.normal(size=40))
+    settings = ["data=arrays", f"data.dir={tmp_path}/arrays.npz", "split=iid", "split.clients=4", "model.hidden=[4]",
+                "server.cohort=2", "engine.name=inline", f"evaluation.metric={metric}"]  # fmt: skip
+    plan = Plan(load(None, settings), read_space((), ("local.lr=1e-9",)), 1)
+    (found,) = search(plan, tmp_path / "search", here)
+    (run,) = (tmp_path / "search").glob("fedavg*")
+    value = json.loads((run / "metrics.jsonl").read_text())[metric]
+    assert found.score < 0 and found.score == (value if metric == "r2" else -value)
+    assert rows([found])[0]["validation"] == f"{value:.4f}"
+    assert read_tuned(tmp_path / "search" / "tuned.json") == [found]

@@ -44,6 +44,10 @@ def validated(table: Mapping[str, Any]) -> Recipe:
             f"server.stop_loss = {recipe.server.stop_loss}: the loss is looked at when the model is evaluated; "
             "set evaluation.every to 1 or more"
         )
+    if recipe.engine.graph and recipe.engine.group > 1:
+        raise RecipeError(
+            f"engine.group = {recipe.engine.group}: with engine.graph = true clients train one by one; leave it out"
+        )
     if not recipe.data.normalise and (set(recipe.data.mean or ()) - {0.0} or set(recipe.data.std or ()) - {1.0}):
         raise RecipeError("data.normalise = False: inputs stay in [0, 1], so leave data.mean and data.std out")
     return recipe

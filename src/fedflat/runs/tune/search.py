@@ -104,7 +104,7 @@ def _searched(plan: Plan, folder: Path, train: Train) -> list[Tuned]:
         _train_stage(plan, folder, [(trials[index], folders[index]) for index in alive], stage, train)
         for index in alive:
             scores[index][stage.rounds] = _score(folders[index], stage.rounds)
-    found = [_tuned(plan, method, trials, scores) for method in chosen]
+    found = [_tuned(plan, method, trials, scores, folders) for method in chosen]
     with written_to(folder, "free some space, then run the same command again"):
         table = [asdict(each) for each in found]
         write_whole(folder / "tuned.json", json.dumps(table, indent=2, ensure_ascii=False).encode() + b"\n")
@@ -214,15 +214,20 @@ def _read(run: Path, round: int) -> float | None:
 
 
 def _tuned(
-    plan: Plan, method: str, trials: Sequence[tuple[str, Settings]], scores: dict[int, dict[int, float | None]]
+    plan: Plan,
+    method: str,
+    trials: Sequence[tuple[str, Settings]],
+    scores: dict[int, dict[int, float | None]],
+    folders: Sequence[Mapping[int, Path]],
 ) -> Tuned:
     mine = {index: Trial(*trials[index], scores[index]) for index in scores if trials[index][0] == method}
     last = {index: score for index, trial in mine.items() if (score := trial.scores.get(plan.rounds)) is not None}
     best = max(last, key=lambda index: (last[index], -index)) if last else None
-    grid = plan.space.grid(method)
-    given, used = (plan.seeds * spent(plan.stages, n) for n in (plan.trials, min(plan.trials, len(grid))))
+    count = plan.space.combinations(method)
+    given, used = (plan.seeds * spent(plan.stages, n) for n in (plan.trials, min(plan.trials, count)))
     settings, score = (None, None) if best is None else (mine[best].settings, last[best])
-    return Tuned(method, settings, score, len(grid), given, used, list(mine.values()))
+    lowest = best is not None and any(read_recipe(run).evaluation.best == "lowest" for run in folders[best].values())
+    return Tuned(method, settings, score, count, given, used, list(mine.values()), lowest)
 
 
 def final_sweep(plan: Plan, found: Sequence[Tuned], seeds: int) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fedflat.runs.sweep.grid import is_field
 from fedflat.runs.sweep.overrides import filled, flattened, listed, names_in, spelled
 
 Settings = dict[str, Any]
+MOST = 2**63 - 1  # combinations from which numpy draws; of a larger grid, those behind are left out
 # Fields that the search itself sets for every trial, and how to choose them.
 TAKEN = {
     "seed": "--seeds",
@@ -36,18 +37,32 @@ class Space:
     methods: tuple[str, ...]
     axes: dict[str, list[Any]]
 
-    def grid(self, method: str) -> list[Settings]:
-        """All combinations of the values that a method has."""
-        mine = {name: values for name, values in self.axes.items() if is_field(name) or name in names_in(method)}
-        return [dict(zip(mine, each, strict=True)) for each in product(*mine.values())]
+    def combinations(self, method: str) -> int:
+        """The number of combinations of the values that a method has."""
+        return math.prod(map(len, self._axes_of(method).values()))
 
     def drawn(self, method: str, trials: int, seed: int = 0) -> list[Settings]:
-        """At most `trials` of the combinations, drawn without replacement and kept in the order of the grid."""
-        grid = self.grid(method)
-        if len(grid) <= trials:
-            return grid
-        chosen = numpy_generator(seed, f"tune {method}").choice(len(grid), trials, replace=False)
-        return [grid[index] for index in sorted(chosen.tolist())]
+        """At most `trials` of the combinations, drawn without replacement and kept in the order of the grid.
+
+        The grid itself is never written down: with ten values for each of eight settings it would not fit into memory.
+        """
+        axes, count = self._axes_of(method), self.combinations(method)
+        if count <= trials:
+            return [_combination(axes, index) for index in range(count)]
+        chosen = numpy_generator(seed, f"tune {method}").choice(min(count, MOST), trials, replace=False)
+        return [_combination(axes, index) for index in sorted(chosen.tolist())]
+
+    def _axes_of(self, method: str) -> dict[str, list[Any]]:
+        return {name: values for name, values in self.axes.items() if is_field(name) or name in names_in(method)}
+
+
+def _combination(axes: dict[str, list[Any]], index: int) -> Settings:
+    """The combination at a place of the grid, in which the last axis changes first."""
+    found: Settings = {}
+    for name, values in reversed(axes.items()):
+        index, place = divmod(index, len(values))
+        found[name] = values[place]
+    return {name: found[name] for name in axes}
 
 
 def read_space(methods: Sequence[str], written: Iterable[str], default: str = "fedavg") -> Space:

@@ -34,6 +34,7 @@ class Tuned:
         given: rounds that every method was given, over all search seeds.
         used: rounds that this method used; fewer than given if its grid is smaller than the number of trials.
         trials: all of its trials.
+        lowest: whether less of the metric is better, so that the score is minus the metric.
     """
 
     method: str
@@ -43,6 +44,7 @@ class Tuned:
     given: int
     used: int
     trials: list[Trial]
+    lowest: bool = False
 
     @property
     def filled(self) -> str:
@@ -72,7 +74,7 @@ def rows(found: Sequence[Tuned]) -> list[dict[str, str]]:
             "rounds used": str(each.used),
             "values tried": "; ".join(f"{n}: {', '.join(map(spelled, some))}" for n, some in tried(each).items()),
             "best settings": _best_text(each) or "all failed",
-            "validation": "" if each.score is None else f"{abs(each.score):.4f}",
+            "validation": "" if each.score is None else f"{-each.score if each.lowest else each.score:.4f}",
         }
         for each in found
     ]
