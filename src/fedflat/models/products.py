@@ -58,7 +58,7 @@ class _Product(torch.autograd.Function):
 
 
 def _computed(a: Tensor, b: Tensor) -> Tensor:
-    if not _fits(a) or not _fits(b):
+    if not _fits(a):
         return a @ b.mT
     if a.dim() == 2:
         return _by_onednn(a, b)
