@@ -82,6 +82,10 @@ def test_other_types_and_small_layers_keep_their_library(monkeypatch):
     with fast_products():
         torch.testing.assert_close(torch.vmap(layer)(x), layer(x))
     assert seen == [((2 * rows, 64), (64, 64))]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with fast_products():
+        layer(x)
+    assert len(seen) == 1
 
 
 def test_a_pass_of_training_uses_it(library, monkeypatch):

@@ -80,7 +80,8 @@ class _Linear(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None
     ) -> Any:
-        if function is F.linear and not named and _gains(*arguments[:2]):
+        compiled = torch.compiler.is_compiling()  # a module of the user's, whose compiler has its own products
+        if function is F.linear and not compiled and not named and _gains(*arguments[:2]):
             x, weight, bias = (*arguments, None)[:3]
             y = product(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], len(weight))
             return y if bias is None else y + bias
@@ -96,7 +97,7 @@ def _gains(x: Tensor, weight: Tensor) -> bool:
 @contextmanager
 def fast_products() -> Iterator[None]:
     """Within this context, linear layers use the fastest library for their products."""
-    if by_onednn() and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling():
+    if by_onednn() and not torch.is_autocast_enabled("cpu"):
         with _Linear():
             yield
     else:
