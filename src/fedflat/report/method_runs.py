@@ -35,7 +35,7 @@ PAPERS: dict[str, tuple[Source, ...]] = {
     "cifar10-smoo-cnn": (SMOO_01,),
     "cifar10-man": (MAN,),
     **dict.fromkeys(("fashion-sol", "fashion-sol-radius", "fashion-sol-tuned", "fashion-forgetting"), SOL),
-    **dict.fromkeys(("fashion-bf16", "cifar10-sol-small", "cifar10-sol"), SOL),
+    **dict.fromkeys(("fashion-bf16", "cifar10-sol-small", "cifar10-sol-cnn", "cifar10-sol"), SOL),
 }
 # Methods whose options here are not the paper's: tuned, or those of another paper's setting.
 ALIKE = {
