@@ -99,13 +99,19 @@ def test_a_pass_of_training_uses_it(library, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "maker", "expected"),
-    [("AVX512", "AuthenticAMD", True), ("AVX512", "GenuineIntel", False), ("AVX2", "AuthenticAMD", False)],
+    ("capability", "maker", "family", "expected"),
+    [
+        ("AVX512", "AuthenticAMD", 26, True),
+        ("AVX512", "AuthenticAMD", 25, False),  # Zen 4, with vectors of half the width
+        ("AVX512", "GenuineIntel", 26, False),
+        ("AVX2", "AuthenticAMD", 26, False),
+    ],
 )
 @needs_onednn
-def test_the_processor_decides(monkeypatch, capability, maker, expected):
+def test_the_processor_decides(monkeypatch, capability, maker, family, expected):
+    text = f"processor\t: 0\nvendor_id\t: {maker}\ncpu family\t: {family}\nmodel\t\t: 2\n"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(Path, "read_text", lambda *_: f"processor : 0\nvendor_id\t: {maker}\n")
+    monkeypatch.setattr(Path, "read_text", lambda *_: text)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     assert by_onednn.__wrapped__() is expected
 
