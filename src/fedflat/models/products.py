@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 ZEN_5 = 26  # its family, and that of later ones
-LARGE = 2**22  # multiplications from which a linear layer gains; a smaller one would lose more by the call
+LARGE = 2**22  # multiplications of a linear layer beside which the call from Python costs little
 
 
 @cache
