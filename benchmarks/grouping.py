@@ -65,7 +65,7 @@ def times(shape: tuple[int, ...], module: nn.Module, group: int, repeats: int) -
     problem = Problem.of(federation, Network(module), parse("fedavg"), Local(epochs=1, batch=10, lr=0.05))
     worker, clients = Worker(problem), list(range(group))
     broadcast = Broadcast(0, 0.05, problem.method.broadcast(view(problem, first_state(problem))))
-    together = partial(worker.turns, broadcast, clients, [{}] * group)
+    together = partial(worker.local_rounds, broadcast, clients, [{}] * group)
 
     def one_by_one() -> None:
         for client in clients:

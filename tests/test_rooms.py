@@ -12,7 +12,19 @@ import fedflat
 
 SOURCE = Path(fedflat.__file__).parent
 # From the bottom to the top: a room imports only from those before it.
-COMMON = ("errors", "files", "drawing", "stored", "shown", "progress", "randomness", "recipe", "tokens", "trusted")
+COMMON = (
+    "compiled",
+    "errors",
+    "files",
+    "drawing",
+    "stored",
+    "shown",
+    "progress",
+    "randomness",
+    "recipe",
+    "tokens",
+    "trusted",
+)
 ROOMS = (
     "federation", "models", "tasks", "local", "methods", "rounds", "engine", "flatness", "runs", "report", "flower",
     "cli",

@@ -29,7 +29,7 @@ from fedflat.engine.shared import RECORD, Failure, Shared, Task, sure
 from fedflat.engine.store import FREED, Memory, Scratch
 from fedflat.engine.worker import serve
 from fedflat.errors import TrainingError
-from fedflat.local import Vectors
+from fedflat.local import Vectors, prepare
 from fedflat.methods import Upload, Uploads
 from fedflat.rounds import (
     ABOUT,
@@ -107,6 +107,7 @@ class Pool:
         self._places: dict[int, int] = {}
         self._workers: dict[Any, tuple[int, Any]] = {}
         self._answers = DefaultSelector()
+        prepare(problem.network)
         if start == "fork":
             gc.freeze()  # the collector would write to all objects, and each worker would copy them
         with ExitStack() as hired:  # none is left if another cannot be started

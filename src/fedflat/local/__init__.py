@@ -1,6 +1,6 @@
 """Local training: the ingredients of a step, its reference implementation, and faster kernels for it."""
 
-from fedflat.local.kernels import definition_only
+from fedflat.local.kernels import definition_only, prepare
 from fedflat.local.kernels.rows import can_share, group_size, mixes_samples, train_together
 from fedflat.local.rule import Ascent, Batch, Descent, LocalRule, Loss, Outcome, Term, Vectors
 from fedflat.local.slope import Pass, Slope
@@ -22,6 +22,7 @@ __all__ = [
     "definition_only",
     "group_size",
     "mixes_samples",
+    "prepare",
     "train",
     "train_together",
 ]

@@ -22,9 +22,10 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from fedflat.local.kernels.compiled_chain import chain_library
 from fedflat.local.kernels.graph import GraphedStep
 from fedflat.local.kernels.head import HeadPass
-from fedflat.local.kernels.linear import ChainGradient, ChainStep
+from fedflat.local.kernels.linear import ChainGradient, ChainStep, linear_layers
 from fedflat.local.kernels.sgd import DirectStep, FusedUpdate
 from fedflat.local.rule import LocalRule, Loss
 from fedflat.models import Network
@@ -78,6 +79,12 @@ def choose(network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> Ker
     if step := fitting(GraphedStep) or fitting(ChainStep) or fitting(DirectStep):
         return Kernels(step=step)  # a whole step needs no other kernel
     return Kernels(gradient=fitting(ChainGradient), head=fitting(HeadPass), update=fitting(FusedUpdate))
+
+
+def prepare(network: Network) -> None:
+    """Compile what kernels need for this network, before processes are forked that would all do it."""
+    if linear_layers(network):
+        chain_library(network.weights.dtype)
 
 
 def enabled() -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedflat.local.kernels.compiled_chain import CompiledChain
 from fedflat.local.rule import LocalRule, Loss
 from fedflat.models import Network
 
@@ -27,14 +28,17 @@ class Chain:
         δ_L = (softmax(z_L) − y) / n        δ_{l−1} = δ_l W_l ⊙ [h_{l−1} > 0]
         ∇W_l = δ_lᵀ h_{l−1}                 ∇b_l = Σ δ_l
 
-    Every ∇ is written directly to its place in a flat gradient, by the same torch kernels that autograd calls.
+    Every ∇ is written directly to its place in a flat gradient. `compiled_chain.py` does this in one call; where it
+    does not apply, the same torch kernels do that autograd calls.
     """
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
+    def __init__(self, network: Network) -> None:
+        layers = linear_layers(network)
+        self._network = network
         self._layers: list[tuple[Tensor, Tensor | None]] = [(layer.weight, layer.bias) for layer in layers]
         self._sizes = [tensor.numel() for pair in self._layers for tensor in pair if tensor is not None]
-        self._size = sum(self._sizes)
         self._one = torch.ones_like(self._layers[0][0][0, 0].detach())
+        self._compiled = _compiled([(weight.shape, bias is not None) for weight, bias in self._layers])
 
     def rows(self, weights: Tensor) -> Rows:
         """Return the same chain for several clients, whose weights are the rows of a matrix."""
@@ -43,14 +47,16 @@ class Chain:
     @classmethod
     def of(cls, network: Network) -> Chain | None:
         """Return the network as a chain, or None if it is not one."""
-        layers = linear_layers(network)
-        return cls(layers) if layers else None
+        return cls(network) if linear_layers(network) else None
 
     @torch.no_grad()
     def gradient(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean cross-entropy of a batch and its gradient as a new flat vector."""
+        flat = torch.empty_like(self._network.weights)
+        found = self._compiled.gradient(self._network.weights, flat, inputs, labels)
+        if found is not None:
+            return found, flat
         loss, slopes = self._backward(inputs, labels)
-        flat = self._one.new_empty(self._size)
         places = iter(flat.split(self._sizes))
         for (weight, bias), (delta, h) in zip(self._layers, slopes, strict=True):
             torch.mm(delta.t(), h, out=next(places).view(weight.shape))
@@ -61,6 +67,9 @@ class Chain:
     @torch.no_grad()
     def descend(self, inputs: Tensor, labels: Tensor, lr: float, decay: float) -> Tensor:
         """Take the step w ← w − η (∇ + decay · w) without storing ∇, and return the mean cross-entropy of the batch."""
+        found = self._compiled.descend(self._network.weights, lr, decay, inputs, labels)
+        if found is not None:
+            return found
         loss, slopes = self._backward(inputs, labels)
         ones = self._one.expand(len(labels))
         for (weight, bias), (delta, h) in zip(self._layers, slopes, strict=True):
@@ -113,7 +122,7 @@ class ChainGradient:
     """Computes the gradient of the cross-entropy of a chain; rules with loss terms use autograd."""
 
     def __init__(self, network: Network, rule: LocalRule) -> None:
-        self._chain = Chain(linear_layers(network))
+        self._chain = Chain(network)
 
     @classmethod
     def fits(cls, network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> bool:
@@ -130,7 +139,7 @@ class ChainStep:
     own_velocity = False
 
     def __init__(self, network: Network, rule: LocalRule) -> None:
-        self._chain, self._rule, self._decay = Chain(linear_layers(network)), rule, rule.decay + rule.weight_decay
+        self._chain, self._rule, self._decay = Chain(network), rule, rule.decay + rule.weight_decay
 
     @classmethod
     def fits(cls, network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> bool:
@@ -149,11 +158,15 @@ class Rows:
     def __init__(self, layers: Sequence[tuple[torch.Size, bool]], weights: Tensor) -> None:
         self._shapes, self._weights = layers, weights
         self._layers = _views(layers, weights)
+        self._compiled = _compiled(layers)
 
     def gradient(self, inputs: Tensor, labels: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of each client and the gradients as the rows of a new matrix."""
-        losses, slopes = self._backward(inputs, labels, shares)
         flat = torch.empty_like(self._weights)
+        found = self._compiled.gradient(self._weights, flat, inputs, labels, shares)
+        if found is not None:
+            return found, flat
+        losses, slopes = self._backward(inputs, labels, shares)
         for (weight, bias), (delta, h) in zip(_views(self._shapes, flat), slopes, strict=True):
             torch.bmm(delta.mT, h, out=weight)
             if bias is not None:
@@ -162,6 +175,9 @@ class Rows:
 
     def descend(self, inputs: Tensor, labels: Tensor, shares: Tensor, lr: float, decay: float) -> Tensor:
         """Take the step w ← w − η (∇ + decay · w) in every row, and return the loss of each client."""
+        found = self._compiled.descend(self._weights, lr, decay, inputs, labels, shares)
+        if found is not None:
+            return found
         losses, slopes = self._backward(inputs, labels, shares)
         for (weight, bias), (delta, h) in zip(self._layers, slopes, strict=True):
             weight.baddbmm_(delta.mT, h, beta=1 - lr * decay, alpha=-lr)
@@ -183,6 +199,12 @@ class Rows:
         for (weight, _), h in zip(self._layers[:0:-1], entered[:0:-1], strict=True):
             deltas.append(aten.threshold_backward.default(torch.bmm(deltas[-1], weight), h, 0))
         return losses, list(zip(reversed(deltas), entered, strict=True))
+
+
+def _compiled(layers: Sequence[tuple[torch.Size, bool]]) -> CompiledChain:
+    """Return the compiled form of layers with these shapes, with or without biases."""
+    widths = [layers[0][0][1], *(shape[0] for shape, _ in layers)]
+    return CompiledChain(widths, [bias for _, bias in layers])
 
 
 def _views(layers: Sequence[tuple[torch.Size, bool]], rows: Tensor) -> list[tuple[Tensor, Tensor | None]]:

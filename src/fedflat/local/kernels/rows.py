@@ -27,7 +27,7 @@ from fedflat.models import Layout, Network
 from fedflat.randomness import forked
 
 # Largest number of parameters and number of clients per group, measured by benchmarks/grouping.py.
-SMALL_CHAIN, SMALL, TOGETHER, FEWEST = 100_000, 30_000, 16, 4
+SMALL, TOGETHER, FEWEST = 30_000, 16, 4
 # Not measured: on an accelerator, medium-sized models also profit from several clients at once.
 SMALL_ACCELERATED = 5_000_000
 NOISE, ROUNDING = 0.1, 1e-3  # of the test whether samples are mixed; rounding alone is far below
@@ -49,7 +49,7 @@ def group_size(network: Network, cohort: int) -> int:
     if network.weights.device.type != "cpu":
         return min(TOGETHER, cohort) if size <= SMALL_ACCELERATED else 1
     convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in network.module.modules())
-    small = size <= (SMALL_CHAIN if linear_layers(network) else 0 if convolves else SMALL)
+    small = size <= (0 if convolves else SMALL)
     together = min(TOGETHER, cohort // 4)
     return together if small and together >= FEWEST else 1
 

@@ -1,0 +1,87 @@
+"""Functions in C, compiled on the machine that runs them, for what torch has no fast kernel.
+
+Each library is one file beside this one. It is compiled at its first use, for this processor, by the C compiler that
+`FEDFLAT_COMPILER` names (default: `cc`), and kept in the user's cache. Without a compiler, or with an empty
+`FEDFLAT_COMPILER`, there is no library, and callers compute the same with torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from platformdirs import user_cache_path
+
+# Without -ffast-math: NaN and infinity are what they are in torch. The compiler still forms fused multiply-adds.
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
+REALS = {torch.float32: "float", torch.float64: "double"}
+PATIENCE = 60  # seconds for the compiler
+
+
+@cache
+def library(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return the library of this name for this type of numbers; None if it cannot be had here.
+
+    Args:
+        name: the name of the file, without `.c`.
+        dtype: the type that `REAL` stands for.
+    """
+    compiler = shutil.which(os.environ.get("FEDFLAT_COMPILER", "cc"))
+    if compiler is None or dtype not in REALS:
+        return None
+    source = Path(__file__).with_name(f"{name}.c")
+    command = [compiler, *FLAGS, f"-DREAL={REALS[dtype]}", str(source)]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            kept = _kept(f"{name}-{_digest(source, command)}.so") or Path(folder, "library.so")
+            if not kept.exists():
+                # Under another name first: other processes must not find half a library.
+                made = Path(tempfile.mkdtemp(dir=kept.parent), "new.so")
+                try:
+                    _run([*command, "-o", str(made), "-lm"])
+                    made.replace(kept)
+                finally:
+                    shutil.rmtree(made.parent, ignore_errors=True)
+            return ctypes.CDLL(str(kept))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=PATIENCE)
+
+
+def _digest(source: Path, command: list[str]) -> str:
+    """Return a digest of all that decides what the compiler makes: source, command, compiler and processor."""
+    compiler = Path(command[0]).resolve().stat()
+    parts = [source.read_bytes(), *command, compiler.st_size, compiler.st_mtime_ns, platform.machine(), _processor()]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """Return the name and the instructions of the processor: a home directory may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.node()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _kept(name: str) -> Path | None:
+    """Return a library's place in the cache; None if somebody else could write there, because it is run as code."""
+    folder = user_cache_path("fedflat") / "compiled"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+    except OSError:
+        return None
+    own = not hasattr(os, "getuid") or (state.st_uid == os.getuid() and not state.st_mode & 0o022)
+    return folder / name if own and os.access(folder, os.W_OK) else None

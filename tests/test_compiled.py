@@ -1,0 +1,126 @@
+"""Libraries in C: compiled once, kept where nobody else can write, and replaced by torch where they cannot be had."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedflat import compiled
+
+library = compiled.library.__wrapped__  # without its cache
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The user's cache, empty."""
+    monkeypatch.setattr(compiled, "user_cache_path", lambda _: tmp_path / "cache")
+    monkeypatch.delenv("FEDFLAT_COMPILER", raising=False)
+    return tmp_path / "cache" / "compiled"
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands that the compiler has been given."""
+    seen, run = [], compiled._run
+    monkeypatch.setattr(compiled, "_run", lambda command: seen.append(command) or run(command))
+    return seen
+
+
+def entries(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_it_is_compiled_once_and_kept_for_the_user_alone(folder, commands):
+    assert library("chain", torch.float32).chain
+    assert library("chain", torch.float32).chain
+    assert len(commands) == 1 and commands[0][0].endswith("cc") and "-DREAL=float" in commands[0]
+    assert len(entries(folder)) == 1
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert library("chain", torch.float64).chain
+    assert len(commands) == len(entries(folder)) == 2
+
+
+def test_another_processor_compiler_or_source_gets_its_own(folder, commands, monkeypatch, tmp_path):
+    library("chain", torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "_processor", lambda: "another")
+        library("chain", torch.float32)
+    other = tmp_path / "other-cc"
+    other.write_text('#!/bin/sh\nexec cc "$@"\n')
+    other.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("FEDFLAT_COMPILER", str(other))
+        assert library("chain", torch.float32).chain
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-g"))
+        library("chain", torch.float32)
+    assert len(commands) == len(entries(folder)) == 4
+
+
+@pytest.mark.parametrize("compiler", ["", "/no/such/compiler", "false"])
+def test_without_a_compiler_that_works_there_is_none(folder, monkeypatch, compiler):
+    monkeypatch.setenv("FEDFLAT_COMPILER", compiler)
+    assert library("chain", torch.float32) is None
+    assert not folder.exists() or not entries(folder)
+
+
+def test_there_is_none_for_other_types(folder, commands):
+    assert library("chain", torch.bfloat16) is None
+    assert not commands
+
+
+def test_a_compiler_that_hangs_is_given_up(folder, monkeypatch, tmp_path):
+    slow = tmp_path / "slow-cc"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("FEDFLAT_COMPILER", str(slow))
+    monkeypatch.setattr(compiled, "PATIENCE", 0.1)
+    assert library("chain", torch.float32) is None
+    assert not entries(folder)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_folder_in_which_others_can_write_is_not_used(folder, commands, mode):
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    assert library("chain", torch.float32).chain
+    assert not entries(folder), "what is there could be somebody else's code"
+    library("chain", torch.float32)
+    assert len(commands) == 2
+
+
+def test_a_folder_of_somebody_else_is_not_used(folder, monkeypatch):
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert library("chain", torch.float32).chain
+    assert not entries(folder)
+
+
+def test_a_cache_that_cannot_be_made_is_not_needed(folder):
+    folder.parent.write_text("a file")
+    assert library("chain", torch.float32).chain
+
+
+def test_a_damaged_library_is_none(folder, monkeypatch):
+    monkeypatch.setattr(compiled, "_digest", lambda *_: "0")
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / "chain-0.so").write_bytes(b"no library")
+    assert library("chain", torch.float32) is None
+
+
+def test_the_name_tells_processors_apart(monkeypatch):
+    def read(text):
+        monkeypatch.setattr(Path, "read_text", lambda *_: text)
+        return compiled._processor()
+
+    one = read("processor\t: 0\nmodel name\t: A\nflags\t\t: avx2\nprocessor\t: 1\nmodel name\t: A\nflags\t\t: avx2\n")
+    assert one == read("processor\t: 0\nmodel name\t: A\nflags\t\t: avx2\n")
+    assert one != read("processor\t: 0\nmodel name\t: A\nflags\t\t: avx2 avx512f\n")
+
+    def missing(*_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert compiled._processor()
