@@ -49,27 +49,29 @@ class Chain:
         """Return the network as a chain, or None if it is not one."""
         return cls(network) if linear_layers(network) else None
 
-    @torch.no_grad()
     def gradient(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean cross-entropy of a batch and its gradient as a new flat vector."""
         flat = torch.empty_like(self._network.weights)
-        found = self._compiled.gradient(self._network.weights, flat, inputs, labels)
-        if found is not None:
-            return found, flat
+        loss = self._compiled.gradient(self._network.weights, flat, inputs, labels)
+        return self._gradient(flat, inputs, labels) if loss is None else loss, flat
+
+    @torch.no_grad()
+    def _gradient(self, flat: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
         loss, slopes = self._backward(inputs, labels)
         places = iter(flat.split(self._sizes))
         for (weight, bias), (delta, h) in zip(self._layers, slopes, strict=True):
             torch.mm(delta.t(), h, out=next(places).view(weight.shape))
             if bias is not None:
                 torch.sum(delta, 0, out=next(places))
-        return loss, flat
+        return loss
 
-    @torch.no_grad()
     def descend(self, inputs: Tensor, labels: Tensor, lr: float, decay: float) -> Tensor:
         """Take the step w ← w − η (∇ + decay · w) without storing ∇, and return the mean cross-entropy of the batch."""
-        found = self._compiled.descend(self._network.weights, lr, decay, inputs, labels)
-        if found is not None:
-            return found
+        loss = self._compiled.descend(self._network.weights, lr, decay, inputs, labels)
+        return self._descend(inputs, labels, lr, decay) if loss is None else loss
+
+    @torch.no_grad()
+    def _descend(self, inputs: Tensor, labels: Tensor, lr: float, decay: float) -> Tensor:
         loss, slopes = self._backward(inputs, labels)
         ones = self._one.expand(len(labels))
         for (weight, bias), (delta, h) in zip(self._layers, slopes, strict=True):
