@@ -49,9 +49,9 @@ def forms(monkeypatch):
         (3, 1, 0, (3, 3), (1, 9)),  # one position, all taps
         (1, 2, 0, (2, 2), (1, 1)),  # one position, pixels that no tap meets
         (5, 4, 2, (2, 4), (1, 25)),
-        (3, 1, 1, (2, 2), (4, 9)),  # four positions
+        (3, 1, 1, (2, 2), (1, 4)),  # four pixels to four pixels by one matrix
         (3, 1, 1, (1, 2), (2, 9)),
-        (3, 2, 1, (4, 3), (4, 9)),
+        (3, 2, 1, (4, 3), (4, 9)),  # four positions
         (3, 2, 1, (3, 3), (4, 9)),
         (1, 2, 0, (3, 4), (4, 1)),  # four positions, pixels that no tap meets
         (3, 1, 1, (2, 3), "converted"),  # six positions, more weights than inputs
@@ -154,6 +154,25 @@ def test_convolution_in_bfloat16_is_torchs():
     conv, x = Convolution(32, 32, 3, padding=1), torch.randn(2, 32, 2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(conv(x), F.conv2d(x, conv.weight, conv.bias, padding=1))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolution_of_four_pixels_in_bfloat16_rounds_as_torchs(bias):
+    torch.manual_seed(0)
+    conv, x = Convolution(64, 48, 3, padding=1, bias=bias), torch.randn(20, 64, 2, 2)
+    forms = [conv, lambda x: F.conv2d(x, conv.weight, conv.bias, padding=1)]
+    exact = _derivatives_of_first_order(conv, forms[1], x)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, torchs = (_derivatives_of_first_order(conv, form, x) for form in forms)
+    for mine, theirs, right in zip(ours, torchs, exact, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert (mine - right).norm() < 1.5 * (theirs - right).norm() < 0.02 * right.norm()
+
+
+def _derivatives_of_first_order(conv, form, x):
+    x = x.clone().requires_grad_()
+    y = form(x)
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *conv.parameters()])]
 
 
 def test_convolution_of_integers_is_torchs():

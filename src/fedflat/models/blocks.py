@@ -75,8 +75,8 @@ class Convolution(nn.Conv2d):
 
     With a 3×3 kernel and many channels it uses Winograd's algorithm (`winograd.py`). Otherwise, with one output
     position it is a linear layer on the kernel's window of the padded map. If the map is a single pixel, the layer uses
-    only the kernel's entry at that pixel (the gradient of the others is zero). With up to four positions it is a linear
-    layer on the window of each position. With more weights than a usual batch has inputs, it converts maps to the
+    only the kernel's entry at that pixel (the gradient of the others is zero). A 3×3 kernel maps 2×2 pixels to 2×2 by one
+    matrix. With up to four other positions it is a linear layer on the window of each position. With more weights than a usual batch has inputs, it converts maps to the
     memory format of the weights: for channels_last, oneDNN reorders the weights in every pass.
     """
 
@@ -103,6 +103,8 @@ class Convolution(nn.Conv2d):
         if rows == columns == 1:
             return self._at_one_position(x, height, width)
         if x.device.type == "cpu":
+            if self._same and height == width == 2:
+                return self._on_four_pixels(x)
             if 1 < rows * columns <= self.FEW_POSITIONS:
                 return self._at_few_positions(x, rows, columns)
             if self._weights_per_channel > self.USUAL_BATCH * height * width:
@@ -137,6 +139,22 @@ class Convolution(nn.Conv2d):
             after = self._size - before
             x = F.pad(x.contiguous(), (before, after - width, before, after - height))
         return F.linear(x.flatten(1), weight.flatten(1), self.bias)[:, :, None, None]
+
+    def _on_four_pixels(self, x: Tensor) -> Tensor:
+        """y_p = Σ_q W_{q−p} x_q for the pixels p and q, where W_t is the kernel's entry t, counted from its centre.
+
+        Windows would be products with the padding for five of their nine entries.
+        """
+        half = torch.is_autocast_enabled("cpu")
+        weight = self.weight.to(torch.get_autocast_dtype("cpu")) if half else self.weight  # before it is copied
+        entries = weight.permute(2, 3, 0, 1).flatten(0, 1).contiguous().unbind()
+        pixels = [(row, column) for row in (0, 1) for column in (0, 1)]
+        matrix = torch.cat(
+            [torch.cat([entries[3 * (row - r + 1) + column - c + 1] for row, column in pixels], 1) for r, c in pixels]
+        )
+        bias = None if self.bias is None else self.bias.repeat(len(pixels))
+        y = F.linear(x.permute(0, 2, 3, 1).flatten(1), matrix, bias)
+        return y.unflatten(1, (2, 2, -1)).permute(0, 3, 1, 2)
 
     def _at_few_positions(self, x: Tensor, rows: int, columns: int) -> Tensor:
         windows = F.unfold(x, self._size, stride=self._stride, padding=self._padding).transpose(1, 2)
