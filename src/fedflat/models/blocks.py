@@ -75,9 +75,10 @@ class Convolution(nn.Conv2d):
 
     With a 3×3 kernel and many channels it uses Winograd's algorithm (`winograd.py`). Otherwise, with one output
     position it is a linear layer on the kernel's window of the padded map. If the map is a single pixel, the layer uses
-    only the kernel's entry at that pixel (the gradient of the others is zero). A 3×3 kernel maps 2×2 pixels to 2×2 by one
-    matrix. With up to four other positions it is a linear layer on the window of each position. With more weights than a usual batch has inputs, it converts maps to the
-    memory format of the weights: for channels_last, oneDNN reorders the weights in every pass.
+    only the kernel's entry at that pixel (the gradient of the others is zero). A 3×3 kernel maps 2×2 pixels to 2×2 by
+    one matrix. With up to four other positions it is a linear layer on the window of each position. With more weights
+    than a usual batch has inputs, it converts maps to the memory format of the weights: for channels_last, oneDNN
+    reorders the weights in every pass.
     """
 
     FEW_POSITIONS = 4
