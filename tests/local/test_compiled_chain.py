@@ -10,12 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from fedflat import compiled
 from fedflat.local.kernels import compiled_chain
 from fedflat.local.kernels.compiled_chain import CompiledChain
 from fedflat.local.kernels.linear import Chain
 from fedflat.models import Network
 
 pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler")
+
+
+@pytest.fixture(scope="module", autouse=True, params=["vectors of this processor", "vectors of 256 bits"])
+def vectors(request):
+    """Compiled for vectors as wide as the processor has, and as most have."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "256" in request.param:
+            patch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-mno-avx512f"))
+        compiled.library.cache_clear()
+        compiled_chain.chain_library.cache_clear()
+        if compiled.library("chain", torch.float32) is None:
+            pytest.skip("the compiler has no such vectors")
+        yield
+    compiled.library.cache_clear()
+    compiled_chain.chain_library.cache_clear()
+
+
 DTYPES = [torch.float32, torch.float64]
 
 

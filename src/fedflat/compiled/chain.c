@@ -11,7 +11,7 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #define BYTES 64
-enum { ROWS = 5, OUTPUTS = 5, STRIPE = 4, VECTORS = 4 }; /* tiles that fit into 32 registers */
+enum { ROWS = 5, OUTPUTS = 5, STRIPE = 5, VECTORS = 5 }; /* tiles that fit into 32 registers */
 #else
 #define BYTES 32
 enum { ROWS = 3, OUTPUTS = 3, STRIPE = 2, VECTORS = 3 }; /* and into 16 */
