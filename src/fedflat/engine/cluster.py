@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -221,6 +222,7 @@ def _worker(store: Any) -> Worker:
 
     if store not in _resident:
         _resident.clear()
+        gc.unfreeze()
         torch.set_num_threads(1)
         problem, question, samples = ray.get(store)
         tensors = vectors(samples)
@@ -228,6 +230,7 @@ def _worker(store: Any) -> Worker:
         dataset = replace(problem.federation.dataset, train=train, test=test)
         problem.federation = replace(problem.federation, dataset=dataset)
         _resident[store] = settled_worker(problem, question)
+        gc.freeze()  # the collector would go through all objects of torch and Ray again and again
     return _resident[store]
 
 
