@@ -22,7 +22,11 @@ typedef REAL anywhere __attribute__((vector_size(BYTES), aligned(sizeof(REAL)), 
 enum { LANES = BYTES / sizeof(REAL), IGNORED = -100 };
 
 #define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 /* The first `count` numbers, and zeros in the other lanes. */
 INLINE vector load(const REAL *from, long count)
