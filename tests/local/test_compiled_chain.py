@@ -192,3 +192,19 @@ def test_without_the_library_torch_computes_the_same(monkeypatch):
         compiled_chain.chain_library.cache_clear()
     torch.testing.assert_close(loss, other)
     torch.testing.assert_close(gradient, by_torch)
+
+
+@pytest.mark.parametrize(
+    ("width", "samples", "onednn", "used"),
+    [
+        (compiled_chain.MOST_WEIGHTS // 2, 100, False, True),
+        (compiled_chain.MOST_WEIGHTS // 2 + 1, 100, False, False),
+        (3, 101, False, False),
+        (compiled_chain.MOST_WEIGHTS // 2 + 1, 101, True, True),
+    ],
+)
+def test_large_products_are_left_to_a_library_that_uses_the_whole_vectors(width, samples, onednn, used, monkeypatch):
+    monkeypatch.setattr(compiled_chain, "by_onednn", lambda: onednn)
+    inputs, labels = torch.zeros(1, 1).expand(samples, width), torch.zeros(samples, dtype=torch.int64)
+    found = chain_of((width, 2), bias=False).descend(torch.zeros(2 * width), 0.1, 0.0, inputs, labels)
+    assert (found is not None) == used

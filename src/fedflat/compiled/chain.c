@@ -14,7 +14,7 @@
 enum { ROWS = 5, OUTPUTS = 5, STRIPE = 5, VECTORS = 5 }; /* tiles that fit into 32 registers */
 #else
 #define BYTES 32
-enum { ROWS = 3, OUTPUTS = 3, STRIPE = 2, VECTORS = 3 }; /* and into 16 */
+enum { ROWS = 5, OUTPUTS = 2, STRIPE = 6, VECTORS = 2 }; /* and into 16 */
 #endif
 
 typedef REAL vector __attribute__((vector_size(BYTES)));

@@ -14,7 +14,7 @@ from fedflat.models.blocks import Activation, AttentionOutput, Colour, Normalise
 from fedflat.models.failures import explained
 from fedflat.models.layout import Layout
 from fedflat.models.outputs import own_output, plain_output, with_plain_output
-from fedflat.models.products import fast_products
+from fedflat.models.products import by_onednn, fast_products
 from fedflat.models.registry import MODELS, OFFERED, build, construction, refuse_offered
 from fedflat.models.sequential import written_layers
 from fedflat.models.source_code import source
@@ -37,6 +37,7 @@ __all__ = [
     "RectifiedPool",
     "Tap",
     "build",
+    "by_onednn",
     "construction",
     "explained",
     "factors",

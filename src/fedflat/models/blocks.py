@@ -155,7 +155,8 @@ class Convolution(nn.Conv2d):
         )
         bias = None if self.bias is None else self.bias.repeat(len(pixels))
         y = F.linear(x.permute(0, 2, 3, 1).flatten(1), matrix, bias)
-        return y.unflatten(1, (2, 2, -1)).permute(0, 3, 1, 2)
+        maps: Tensor = y.unflatten(1, (2, 2, -1)).permute(0, 3, 1, 2)
+        return maps
 
     def _at_few_positions(self, x: Tensor, rows: int, columns: int) -> Tensor:
         windows = F.unfold(x, self._size, stride=self._stride, padding=self._padding).transpose(1, 2)

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from fedflat.compiled import library
+from fedflat.models import by_onednn
 
+# Beyond these numbers of weights and of samples in a batch, MKL is as fast where it uses whole vectors.
+MOST_WEIGHTS, MOST_SAMPLES = 500_000, 100
 REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
@@ -78,7 +81,7 @@ class CompiledChain:
         shares: Tensor | None,
     ) -> Tensor | None:
         function = chain_library(weights.dtype) if weights.device.type == "cpu" else None
-        if function is None or not self._fits(weights, inputs, labels, shares):
+        if function is None or not self._gains(labels) or not self._fits(weights, inputs, labels, shares):
             return None
         clients, count = weights.numel() // self._size, labels.shape[-1]
         losses, scratch = weights.new_empty(clients), weights.new_empty(count * self._room)
@@ -87,6 +90,10 @@ class CompiledChain:
         layers = self._layers, self._widths, self._biased
         failed = function(*layers, clients, *addresses[:2], keep, rate, count, *addresses[2:])
         return None if failed else losses if weights.dim() > 1 else losses[0]
+
+    def _gains(self, labels: Tensor) -> bool:
+        small = self._size <= MOST_WEIGHTS and labels.shape[-1] <= MOST_SAMPLES
+        return small or by_onednn()  # where MKL uses half of a vector
 
     def _fits(self, weights: Tensor, inputs: Tensor, labels: Tensor, shares: Tensor | None) -> bool:
         """Return whether types and sizes are as announced to the library, which does not check them."""
