@@ -1,16 +1,16 @@
 """FedSMOO's perturbation against its formulas."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fedflat.local.rule import LocalRule
 from fedflat.local.step import train as local_train
+from fedflat.methods.chain import Method
 from fedflat.methods.part import ServerView
-from fedflat.methods.parts import (
-    ConsensusAscent,
-    PrintedConsensus,
-)
+from fedflat.methods.parts import ConsensusAscent, DynamicDual, PrintedConsensus
 from fedflat.methods.uploads import Upload, collect
 from plain import MOVES, W, gradient, losses, mlp, task
 
@@ -87,6 +87,27 @@ def test_the_printed_server_projects_the_mean_of_what_the_rounds_clients_wish(rh
     assert torch.equal(move, W)
     torch.testing.assert_close(state["perturbation"], mean * min(1.0, rho / float(mean.norm())), rtol=1e-5, atol=0)
     assert torch.equal(part.broadcast(ServerView(W, W, 1, 10, state))["perturbation"], state["perturbation"])
+
+
+def test_fedsmoos_steps_hold_two_vectors_beside_the_weights_and_the_plan():
+    """v, and at the second gradient w + ε in the place of q; nothing of the step before."""
+    network, batch, anchor = task(mlp)
+    method = Method(DynamicDual(0.1), ConsensusAscent(0.3))
+    sent, memory = {"weights": network.weights.clone(), "perturbation": anchor}, {"drift": anchor, "dual": anchor}
+    rule = method.plan(LocalRule(0.1, 3, momentum=0.9), sent, memory)
+
+    def vectors():
+        spaces = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+        return {space.data_ptr() for space in spaces if space.nbytes() == anchor.nbytes}
+
+    def loss(logits, labels):
+        more.append(len(vectors() - before))
+        return F.cross_entropy(logits, labels)
+
+    gc.collect()
+    before, more = vectors(), []
+    local_train(network, sent["weights"], rule, [batch] * 3, loss)
+    assert more == [1, 2] * 3
 
 
 def test_fedsmoos_perturbation_has_length_rho_in_every_step():

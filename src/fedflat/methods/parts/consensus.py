@@ -61,8 +61,8 @@ class ConsensusAscent(Part):
         length = per_norm(self.rho, q)
         dual.addcmul_(q, length).sub_(s)
         if "last" in carry:
-            carry["last"].copy_(q * length)
-        return slope(q, length), carry
+            torch.mul(q, length, out=carry["last"])
+        return slope(q, length, spent=True), carry
 
     def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
         dual = outcome.carry["dual"]
@@ -120,7 +120,7 @@ class PrintedConsensus(Part):
         found = _projected(wish, self.rho)
         carry["dual"].add_(found - (wish if self.printed else carry["s"]), alpha=1 / (2 * self.alpha))
         carry["last"].copy_(found)
-        return slope(found), carry
+        return slope(found, spent=True), carry
 
     def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
         dual = outcome.carry["dual"]
