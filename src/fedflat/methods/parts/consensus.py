@@ -35,7 +35,8 @@ class ConsensusAscent(Part):
     upload: Literal["dual", "less"] = option("dual", "what goes up: μᵢ, or μᵢ − ŝ", choices=("dual", "less"))
 
     def first_state(self, weights: Tensor) -> Vectors:
-        return {"perturbation": torch.zeros_like(weights), "mean_dual": torch.zeros_like(weights)}
+        zero = torch.zeros_like(weights)
+        return {"perturbation": zero, "mean_dual": zero.clone()} if self.crowd == "all" else {"perturbation": zero}
 
     def first_memory(self, initial: Tensor) -> Vectors:
         zero = torch.zeros_like(initial)
@@ -74,12 +75,13 @@ class ConsensusAscent(Part):
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         if self.crowd == "active":
-            mean = uploads.sum("dual") / len(uploads)
+            mean, new = uploads.sum("dual").div_(len(uploads)), {}
         else:
-            mean = server["mean_dual"] + uploads.sum("dual") / server.clients
+            mean = uploads.sum("dual").div_(server.clients).add_(server["mean_dual"])
+            new = {"mean_dual": mean}
         # The FedSMOO authors add a guard to this norm; the FedGMT authors, whose clients send μᵢ − ŝ, do not.
         guard = 1e-16 if self.upload == "less" else GUARD
-        return move, {"perturbation": along(mean, self.rho, guard), "mean_dual": mean}
+        return move, {"perturbation": along(mean, self.rho, guard), **new}
 
 
 @dataclass(frozen=True)
