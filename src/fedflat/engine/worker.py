@@ -55,7 +55,7 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
-    worker = settled_worker(problem, question, shared.stage[number], shared.first[0])
+    worker = settled_worker(problem, question, shared.stage[number], shared.first[0], shared.fed)
     busy, since = shared.busy[0].numpy(), shared.since[0].numpy()
     with suppress(ConnectionError):
         while record := os.read(tasks.fileno(), RECORD.size):
