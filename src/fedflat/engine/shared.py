@@ -132,11 +132,15 @@ class Shared:
         What the steps and the report read again comes back; the rest, such as the client's memory, would be held in
         every step.
         """
+        self.forget_given()
+        yield from batches
+
+    def forget_given(self) -> None:
+        """Worker side: drop the pages of what a client is given, the broadcast and its memory."""
         if self._frugal:
             self.board.release()
             self.first.release()
             self.memory.release()
-        yield from batches
 
     def show(self, state: ServerState, **more: Tensor) -> None:
         """Server side: set the model to evaluate and any vector that is asked about."""

@@ -89,6 +89,7 @@ def _local_rounds(worker: Worker, shared: Shared, task: Task) -> list[Numbers | 
     trained = worker.local_rounds(broadcast, clients, [shared.memory[client] for client in clients])
     answers = [_left(worker, shared, *each, slot) for each, slot in zip(trained, slots, strict=True)]
     shared.memory.release(clients)
+    shared.forget_given()
     del trained
     if worker.problem.network.weights.nbytes >= FREED:
         give_freed_memory_back()
