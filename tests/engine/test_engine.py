@@ -362,12 +362,10 @@ def test_a_worker_gives_a_large_models_freed_memory_back_after_its_first_client(
     assert float(more) > 5  # MB: Δ of 4.5 MB in each of two workers, at the least
 
 
-def held(process, folder):
+def held(process, folder, files=r"(?:upload|kept)\.\w+"):
     """The kB of files in a folder that a process holds."""
     maps = Path(f"/proc/{process}/smaps").read_text()
-    return sum(
-        map(int, re.findall(rf"{folder}/(?:upload|kept)\.\w+.*?^Rss: *(\d+) kB", maps, re.DOTALL | re.MULTILINE))
-    )
+    return sum(map(int, re.findall(rf"{folder}/{files}\n.*?^Rss: *(\d+) kB", maps, re.DOTALL | re.MULTILINE)))
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
@@ -377,8 +375,36 @@ def test_the_server_does_not_hold_large_uploads_that_it_has_looked_at(digits):
     first = first_state(problem)
     with closing(pool.Pool(problem, first, slots=4, workers=2)) as engine:
         broadcast = Broadcast(0, 0.1, problem.method.broadcast(view(problem, first)))
-        norms = [upload.norms["dual"] for upload in engine.local_rounds(broadcast, range(4))]
-        assert min(norms) > 0 and held(os.getpid(), engine._scratch.path) < network.size * 4 / 1024
+        uploads = collect(engine.local_rounds(broadcast, range(4)), "uniform")
+        assert min(upload.norms["dual"] for upload in uploads) > 0
+        for name in "delta", "dual":
+            uploads.sum(name)
+            assert held(os.getpid(), engine._scratch.path) < network.size * 4 / 1024
+        assert held(os.getpid(), engine._scratch.path, r"(?:sent|first)\.\w+") == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
+def test_no_step_holds_what_only_its_plan_has_read(digits):
+    """The client's memory, and the model from which it starts; s of FedSMOO is read in every step."""
+    network = Network(models.build("mlp", (1, 8, 8), 10, hidden=(900, 1300)))
+    problem = Problem.of(digits, network, parse("fedsmoo"), Local(steps=2))
+    state, read, left = first_state(problem), [], []
+
+    def feed(batches):
+        files = r"(?:sent\.weights|first\.\w+|memory\.\w+)"
+        read.append(held(os.getpid(), scratch.path, files))
+        for batch in shared.fed(batches):
+            left.append(held(os.getpid(), scratch.path, files))
+            yield batch
+
+    with closing(Scratch(0)) as scratch:
+        shared = Shared(scratch, scratch, problem, state, slots=1, workers=1)
+        shared.send(problem.method.broadcast(view(problem, state)))
+        worker = Worker(problem, first=shared.first[0], feed=feed)
+        for _ in range(2):
+            _, kept = worker.local_round(Broadcast(0, 0.1, shared.board[0]), 3, shared.memory[3])
+            shared.memory.keep(3, kept)
+    assert min(read) > 3 * network.size * 4 / 1024 and left == [0] * 4
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
@@ -393,7 +419,8 @@ def test_no_process_holds_large_uploads_and_new_memory_after_the_round_and_not_a
                 state, _ = conduct(problem, state, engine, cohort)
             if isinstance(engine, pool.Pool):
                 family = [os.getpid(), *(process.pid for _, process in engine._workers.values())]
-                kilobytes = sum(held(process, engine._scratch.path) for process in family)
+                given = r"(?:sent|first|upload|kept)\.\w+"
+                kilobytes = sum(held(process, engine._scratch.path, given) for process in family)
         weights.append(state.weights)
     assert torch.equal(*weights)
     assert kilobytes < network.size * 4 / 1024
@@ -561,7 +588,7 @@ def test_a_vector_that_is_both_uploaded_and_kept_is_stored_once(digits, monkeypa
         written.clear()
         message = shared.stripped(upload, kept, 0)
         assert len(message["same"]) == 1 and {*message["same"].values()} < {*kept}
-        assert written == [["delta"], sorted(kept)]
+        assert [name for names in written for name in names] == ["delta", *kept]
         back = shared.completed(message, 0)
         assert back.vectors.keys() == upload.vectors.keys()
         assert all(torch.equal(back.vectors[name], vector) for name, vector in upload.vectors.items())

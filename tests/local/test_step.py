@@ -224,6 +224,20 @@ def test_weights_are_restored_to_the_bit_after_a_look_elsewhere():
     assert torch.equal(network.weights, before)
 
 
+@pytest.mark.parametrize("length", [None, torch.tensor([0.3], dtype=torch.float64)])
+def test_a_spent_direction_becomes_the_point_of_the_gradient_which_is_the_same_to_the_bit(length):
+    network, x, y = problem()
+    before, way = network.weights.clone(), torch.randn(network.size, dtype=torch.float64)
+    point = before + way if length is None else torch.addcmul(before, way, length)
+    with network.listening() as tap:
+        slope = Slope(network, LocalRule(0.1, 1), nn.functional.cross_entropy, tap).at((x, y))
+        direction = way.clone()
+        gradient = slope(direction, length)
+        assert torch.equal(direction, way)
+        assert torch.equal(slope(direction, length, spent=True), gradient)
+    assert torch.equal(direction, point) and torch.equal(network.weights, before)
+
+
 def test_sam_steps_along_the_gradient_at_the_top_of_the_ball():
     network, x, y = problem()
     start = network.weights.clone()

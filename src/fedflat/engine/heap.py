@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedflat.local import Batch, Vectors
-from fedflat.rounds import Problem, Questions, Worker
+from fedflat.rounds import Feed, Problem, Questions, Worker
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # option numbers from malloc.h
 
@@ -90,8 +90,13 @@ class FirstStepApart:
 
 
 def settled_worker(
-    problem: Problem, question: Questions | None = None, stage: Tensor | None = None, first: Vectors | None = None
+    problem: Problem,
+    question: Questions | None = None,
+    stage: Tensor | None = None,
+    first: Vectors | None = None,
+    feed: Feed = iter,
 ) -> Worker:
     """Create a worker and keep freed memory for its next step; the arguments are those of `Worker`."""
     keep_freed_memory()
-    return Worker(problem, question, stage, first, FirstStepApart())
+    apart = FirstStepApart()
+    return Worker(problem, question, stage, first, lambda batches: feed(apart(batches)))

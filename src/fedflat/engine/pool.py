@@ -156,7 +156,7 @@ class Pool:
         sharing = groups(self._problem, cohort)
         order = [client for clients in sharing for client in clients]
         self._places = {client: place for place, client in enumerate(order)}
-        self._shared.board.write(0, broadcast.sent)
+        self._shared.send(broadcast.sent)
         self._shared.lay(order)
         ends = accumulate(map(len, sharing), initial=0)
         tasks = [Task(b"lo", next(self._numbers), broadcast.round, broadcast.lr, *span) for span in pairwise(ends)]

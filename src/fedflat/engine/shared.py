@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from fedflat.engine.store import ADVICE, FREED, Memory, Scratch, Table, Tables
 from fedflat.engine.wire_format import numbers
 from fedflat.errors import FedflatError, RunError, TrainingError
-from fedflat.local import Vectors
+from fedflat.local import Batch, Vectors
 from fedflat.methods import Upload
 from fedflat.rounds import Problem, ServerState, Worker
 
@@ -55,14 +55,18 @@ def sure(answer: Any, about: str) -> Any:
 class SlotUpload(Upload):
     """An upload whose vectors are in a slot of the shared memory. The memory of a spent Δ is freed."""
 
-    slots: Tables | None = field(default=None, repr=False)
+    shared: Shared | None = field(default=None, repr=False)
     slot: int = 0
 
     def spent(self) -> Upload:
         left = super().spent()
-        if self.slots:
-            self.slots.free(self.slot, "delta")
+        if self.shared:
+            self.shared.slots.free(self.slot, "delta")
         return left
+
+    def put_down(self) -> None:
+        if self.shared:
+            self.shared.release()
 
 
 RECORD = struct.Struct("<2sqqdqq")
@@ -93,11 +97,11 @@ class Shared:
         self.slots = Tables(scratch.path / "upload", slots, {**uploads, "buffers": shared}, dtype, sparse=True)
         self.kept = Tables(scratch.path / "kept", slots, problem.memory, dtype, sparse=True)
         self.first = Tables(scratch.path / "first", 1, problem.memory, dtype)
-        self.first.write(0, problem.first_memory())
         self.memory = Memory(memory.path, problem.federation.clients, problem.memory, dtype)
         self.order = Table(scratch.path / "order", 1, slots, torch.int64)
         # Each process releases what it has finished with, if that is large or a round does not fit into memory.
         self._frugal = not scratch.in_memory or state.weights.nbytes >= FREED
+        self._leave(self.first, 0, problem.first_memory())
         # For each worker the number of its current task, its start time and its stage; 0 if it is waiting.
         self.busy = Table(scratch.path / "busy", 1, workers, torch.int64)
         self.since = Table(scratch.path / "since", 1, workers, torch.float64)
@@ -110,6 +114,33 @@ class Shared:
     def who(self, start: int, stop: int) -> list[int]:
         """The clients of a task."""
         return [int(client) for client in self.order[0][start:stop]]
+
+    def send(self, vectors: Vectors) -> None:
+        """Server side: write what the clients of a round receive."""
+        self._leave(self.board, 0, vectors)
+
+    def _leave(self, tables: Tables, row: int, vectors: Vectors) -> None:
+        """Write vectors for another process, and hold the pages of one of them at a time."""
+        for name, vector in vectors.items():
+            tables.write(row, {name: vector})
+            if self._frugal:
+                tables.release()
+
+    def fed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Worker side: pass a client's batches on, and before its first step drop the pages from which it planned.
+
+        What the steps and the report read again comes back; the rest, such as the client's memory, would be held in
+        every step.
+        """
+        self.forget_given()
+        yield from batches
+
+    def forget_given(self) -> None:
+        """Worker side: drop the pages of what a client is given, the broadcast and its memory."""
+        if self._frugal:
+            self.board.release()
+            self.first.release()
+            self.memory.release()
 
     def show(self, state: ServerState, **more: Tensor) -> None:
         """Server side: set the model to evaluate and any vector that is asked about."""
@@ -132,11 +163,10 @@ class Shared:
         same = {name: other for name, v, other, w in pairs if v.shape == w.shape and v.data_ptr() == w.data_ptr() != 0}
         own = {name: vector for name, vector in upload.vectors.items() if name not in same}
         try:
-            self.slots.write(slot, {"delta": upload.delta, **own})
-            self.kept.write(slot, kept)
+            self._leave(self.slots, slot, {"delta": upload.delta, **own})
+            self._leave(self.kept, slot, kept)
         except OSError as error:
             raise RunError(f"client {upload.client}: no room for its upload ({error.strerror}); {ADVICE}") from None
-        self.release()
         small = {name: vector.tolist() for name, vector in own.items() if name not in self.slots}
         return {**numbers(upload), "vectors": small, "same": same, "norm": upload.norm}
 
@@ -153,4 +183,4 @@ class Shared:
         vectors |= {name: delta.new_tensor(values) for name, values in message.pop("vectors").items()}
         vectors |= {name: self.kept[slot][other] for name, other in message.pop("same").items()}
         norm = message.pop("norm")
-        return SlotUpload(**message, delta=delta, vectors=vectors, slots=self.slots, slot=slot).with_norm(norm)
+        return SlotUpload(**message, delta=delta, vectors=vectors, shared=self, slot=slot).with_norm(norm)

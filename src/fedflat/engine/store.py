@@ -172,9 +172,9 @@ class Memory:
         if not known or {name: (vector.shape, vector.dtype) for name, vector in vectors.items()} != wanted:
             raise RunError(f"the checkpoint's memory of client {client!r} does not fit the recipe's method and clients")
 
-    def release(self, clients: Iterable[int]) -> None:
-        """Drop these clients' rows from this process after their local rounds."""
-        for client in clients:
+    def release(self, clients: Iterable[int] | None = None) -> None:
+        """Drop these clients' rows, or all rows, from this process."""
+        for client in (None,) if clients is None else clients:
             for table in self._tables.values():
                 table.release(client)
 

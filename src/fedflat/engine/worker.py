@@ -55,7 +55,7 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
-    worker = settled_worker(problem, question, shared.stage[number], shared.first[0])
+    worker = settled_worker(problem, question, shared.stage[number], shared.first[0], shared.fed)
     busy, since = shared.busy[0].numpy(), shared.since[0].numpy()
     with suppress(ConnectionError):
         while record := os.read(tasks.fileno(), RECORD.size):
@@ -89,6 +89,7 @@ def _local_rounds(worker: Worker, shared: Shared, task: Task) -> list[Numbers | 
     trained = worker.local_rounds(broadcast, clients, [shared.memory[client] for client in clients])
     answers = [_left(worker, shared, *each, slot) for each, slot in zip(trained, slots, strict=True)]
     shared.memory.release(clients)
+    shared.forget_given()
     del trained
     if worker.problem.network.weights.nbytes >= FREED:
         give_freed_memory_back()

@@ -150,6 +150,7 @@ class Slope:
         *,
         terms: tuple[Term, ...] | None = None,
         data: bool = True,
+        spent: bool = False,
     ) -> Tensor:
         """Return the gradient at w + ε of the loss and the terms, as a new tensor.
 
@@ -158,15 +159,18 @@ class Slope:
             length: factor on the direction, 1 by default.
             terms: the terms to include, by default those of the rule.
             data: whether to include the loss.
+            spent: whether the caller does not need the direction any more; it is overwritten with w + ε, which saves a
+                vector.
         """
         if direction is None:
             return self._gradient(terms, data, at_w=True)
         # The sum is written elsewhere: to move the weights and back would take two copies more.
+        away = direction if spent else self._away
         if length is None:
-            torch.add(self.weights, direction, out=self._away)
+            torch.add(self.weights, direction, out=away)
         else:
-            torch.addcmul(self.weights, direction, length, out=self._away)
-        with self.network.moved_to(self._away):
+            torch.addcmul(self.weights, direction, length, out=away)
+        with self.network.moved_to(away):
             return self._gradient(terms, data, at_w=False)
 
     def _gradient(self, terms: tuple[Term, ...] | None, data: bool, at_w: bool) -> Tensor:

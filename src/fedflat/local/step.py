@@ -59,6 +59,7 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
             gradient, carry = rule.ascent(slope, carry) if rule.ascent else (slope(), carry)
             slope.look_at_w(k)
             memory = step(network.weights, gradient, velocity, rule, k, memory, kernels.update)
+            del gradient  # it would take its place in memory until the next step has one
     notes = {**watcher.means(), **slope.notes.means()}
     velocity = slope.velocity = None  # free the memory before Δ is allocated
     return Outcome(network.weights - start, notes.pop("loss", float("nan")), rule, carry, notes, memory)

@@ -56,6 +56,9 @@ class Upload:
         """Return the upload without its Δ, which is in the sum and not needed again; the norm stays."""
         return replace(self, delta=self.delta.new_empty(0)).with_norm(self.norm)
 
+    def put_down(self) -> None:
+        """Called when a vector has been read. Shared vectors leave this process until they are read again."""
+
     def update(self, delta: Tensor | None = None, **vectors: Tensor) -> Upload:
         """Return the upload with another Δ, or with additional vectors.
 
@@ -96,6 +99,7 @@ class Uploads(Sequence[Upload]):
         total = torch.zeros_like(self._uploads[0][name])
         for upload, weight in zip(self._uploads, weights or [1.0] * len(self), strict=True):
             total.add_(upload[name], alpha=weight)
+            upload.put_down()  # or the vectors of the whole cohort would be held at the end
         return total
 
     def average(self, name: str) -> Tensor:

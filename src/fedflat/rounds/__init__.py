@@ -2,7 +2,7 @@
 
 from fedflat.rounds.accountant import ledger, ledger_of
 from fedflat.rounds.admission import check_samples, counted_samples
-from fedflat.rounds.client import ABOUT, STAGES, About, Question, Questions, Worker, lent_generator
+from fedflat.rounds.client import ABOUT, STAGES, About, Feed, Question, Questions, Worker, lent_generator
 from fedflat.rounds.cohort import cohort_seed, cohort_size, draw_cohort
 from fedflat.rounds.faults import misfit, misfit_memory
 from fedflat.rounds.interface import Apart, ClientMemory, Engine, chunks, groups, one_thread, unless_seen
@@ -22,6 +22,7 @@ __all__ = [
     "Broadcast",
     "ClientMemory",
     "Engine",
+    "Feed",
     "Problem",
     "Question",
     "Questions",

@@ -20,6 +20,7 @@ STAGES = ("planning", "training", "reporting", "evaluating")
 ALIGNED = 64  # bytes; kernels may sum in another order at other addresses
 SCORED = 500  # samples per chunk when a client evaluates all of its samples
 About = Literal["hessian", "gradient", "rise", "margin", "curvature"]
+Feed = Callable[[Iterator[Batch]], Iterator[Batch]]  # wraps the batches of a local round
 ABOUT: tuple[About, ...] = get_args(About)  # what a client can be asked; a task refers to it by its index here
 
 
@@ -95,7 +96,7 @@ class Worker:
         question: Questions | None = None,
         stage: Tensor | None = None,
         first: Vectors | None = None,
-        feed: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
+        feed: Feed = iter,
     ) -> None:
         self.problem, self._question = problem, question
         # In shared memory, so that the server can tell at which stage a worker was lost.

@@ -1,16 +1,16 @@
 """FedSMOO's perturbation against its formulas."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fedflat.local.rule import LocalRule
 from fedflat.local.step import train as local_train
+from fedflat.methods.chain import Method
 from fedflat.methods.part import ServerView
-from fedflat.methods.parts import (
-    ConsensusAscent,
-    PrintedConsensus,
-)
+from fedflat.methods.parts import ConsensusAscent, DynamicDual, PrintedConsensus
 from fedflat.methods.uploads import Upload, collect
 from plain import MOVES, W, gradient, losses, mlp, task
 
@@ -47,10 +47,11 @@ def test_fedsmoo_perturbs_by_rho_along_g_minus_dual_minus_s_and_integrates_it(si
 def test_fedsmoos_server_sends_the_mean_dual_at_length_rho(crowd, total):
     part = ConsensusAscent(0.3, crowd=crowd)
     uploads = [Upload(i, 1 + i, 1, 0.1, 0.0, 0 * W, {"dual": MOVES[i]}) for i in range(2)]
-    move, state = part.merge(W, ServerView(W, W, 0, 10, {"mean_dual": MOVES[2]}), collect(uploads, "samples"))
+    known = {"mean_dual": MOVES[2]} if crowd == "all" else {}  # the mean over the round is new in every round
+    move, state = part.merge(W, ServerView(W, W, 0, 10, known), collect(uploads, "samples"))
     mean = total(MOVES[2], MOVES[0] + MOVES[1])
-    assert torch.equal(move, W)
-    torch.testing.assert_close(state["mean_dual"], mean)
+    assert torch.equal(move, W) and state.keys() == part.first_state(W).keys() == {"perturbation", *known}
+    torch.testing.assert_close(state.get("mean_dual", mean), mean)
     torch.testing.assert_close(state["perturbation"], 0.3 * mean / mean.norm(), rtol=1e-6, atol=0)
 
 
@@ -87,6 +88,27 @@ def test_the_printed_server_projects_the_mean_of_what_the_rounds_clients_wish(rh
     assert torch.equal(move, W)
     torch.testing.assert_close(state["perturbation"], mean * min(1.0, rho / float(mean.norm())), rtol=1e-5, atol=0)
     assert torch.equal(part.broadcast(ServerView(W, W, 1, 10, state))["perturbation"], state["perturbation"])
+
+
+def test_fedsmoos_steps_hold_two_vectors_beside_the_weights_and_the_plan():
+    """v, and at the second gradient w + ε in the place of q; nothing of the step before."""
+    network, batch, anchor = task(mlp)
+    method = Method(DynamicDual(0.1), ConsensusAscent(0.3))
+    sent, memory = {"weights": network.weights.clone(), "perturbation": anchor}, {"drift": anchor, "dual": anchor}
+    rule = method.plan(LocalRule(0.1, 3, momentum=0.9), sent, memory)
+
+    def vectors():
+        spaces = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+        return {space.data_ptr() for space in spaces if space.nbytes() == anchor.nbytes}
+
+    def loss(logits, labels):
+        more.append(len(vectors() - before))
+        return F.cross_entropy(logits, labels)
+
+    gc.collect()
+    before, more = vectors(), []
+    local_train(network, sent["weights"], rule, [batch] * 3, loss)
+    assert more == [1, 2] * 3
 
 
 def test_fedsmoos_perturbation_has_length_rho_in_every_step():

@@ -211,8 +211,8 @@ class RowSlope:
         if k % SAMPLED == 0 and self.loss is None:
             self()
 
-    def __call__(self, direction: Tensor | None = None, length: Tensor | None = None) -> Tensor:
-        """Return the gradients at w + ε of all rows, like `Slope` for one client."""
+    def __call__(self, direction: Tensor | None = None, length: Tensor | None = None, *, spent: bool = False) -> Tensor:
+        """Return the gradients at w + ε of all rows, like `Slope` for one client; no direction is overwritten."""
         if direction is not None:
             self._home.copy_(self.weights)
             self.weights.add_(direction if length is None else direction * length)

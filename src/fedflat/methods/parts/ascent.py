@@ -42,7 +42,7 @@ class Ascent(Part):
 
     def __call__(self, slope: Slope, carry: Vectors) -> tuple[Tensor, Vectors]:
         g = slope()
-        return slope(g, per_norm(self.rho, g)), carry
+        return slope(g, per_norm(self.rho, g), spent=True), carry
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ class AdaptiveStep:
         if self.fixed is not None:
             scale.masked_fill_(self.fixed, 1.0)
         scaled = slope() * scale
-        return slope(scaled * scale, per_norm(self.part.rho, scaled)), carry
+        length = per_norm(self.part.rho, scaled)
+        return slope(scaled.mul_(scale), length, spent=True), carry
 
 
 @dataclass(frozen=True)
@@ -203,8 +204,8 @@ class InterpolatedAscent(Part):
         mix, g = carry["mix"], slope()
         length = per_norm(self.rho, g)
         if not bool(mix):
-            return slope(g, length), carry
-        return slope(mix * (carry["ahead"] - slope.weights) + (1 - mix) * length * g), carry
+            return slope(g, length, spent=True), carry
+        return slope(mix * (carry["ahead"] - slope.weights) + (1 - mix) * length * g, spent=True), carry
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         divergence = sum(upload.norm for upload in uploads) / len(uploads)

@@ -35,7 +35,8 @@ class ConsensusAscent(Part):
     upload: Literal["dual", "less"] = option("dual", "what goes up: μᵢ, or μᵢ − ŝ", choices=("dual", "less"))
 
     def first_state(self, weights: Tensor) -> Vectors:
-        return {"perturbation": torch.zeros_like(weights), "mean_dual": torch.zeros_like(weights)}
+        zero = torch.zeros_like(weights)
+        return {"perturbation": zero, "mean_dual": zero.clone()} if self.crowd == "all" else {"perturbation": zero}
 
     def first_memory(self, initial: Tensor) -> Vectors:
         zero = torch.zeros_like(initial)
@@ -61,8 +62,8 @@ class ConsensusAscent(Part):
         length = per_norm(self.rho, q)
         dual.addcmul_(q, length).sub_(s)
         if "last" in carry:
-            carry["last"].copy_(q * length)
-        return slope(q, length), carry
+            torch.mul(q, length, out=carry["last"])
+        return slope(q, length, spent=True), carry
 
     def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
         dual = outcome.carry["dual"]
@@ -74,12 +75,13 @@ class ConsensusAscent(Part):
 
     def merge(self, move: Tensor, server: ServerView, uploads: Uploads) -> tuple[Tensor, Vectors]:
         if self.crowd == "active":
-            mean = uploads.sum("dual") / len(uploads)
+            mean, new = uploads.sum("dual").div_(len(uploads)), {}
         else:
-            mean = server["mean_dual"] + uploads.sum("dual") / server.clients
+            mean = uploads.sum("dual").div_(server.clients).add_(server["mean_dual"])
+            new = {"mean_dual": mean}
         # The FedSMOO authors add a guard to this norm; the FedGMT authors, whose clients send μᵢ − ŝ, do not.
         guard = 1e-16 if self.upload == "less" else GUARD
-        return move, {"perturbation": along(mean, self.rho, guard), "mean_dual": mean}
+        return move, {"perturbation": along(mean, self.rho, guard), **new}
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class PrintedConsensus(Part):
         found = _projected(wish, self.rho)
         carry["dual"].add_(found - (wish if self.printed else carry["s"]), alpha=1 / (2 * self.alpha))
         carry["last"].copy_(found)
-        return slope(found), carry
+        return slope(found, spent=True), carry
 
     def report(self, upload: Upload, sent: Vectors, memory: Vectors, outcome: Outcome) -> tuple[Upload, Vectors]:
         dual = outcome.carry["dual"]

@@ -79,7 +79,7 @@ class DynamicDual(Part):
         if self.dual == "active":
             mean_drift = uploads.average("drift")
         else:
-            mean_drift = server["mean_drift"] + self.gain * uploads.sum("delta") / server.clients
+            mean_drift = uploads.sum("delta").mul_(self.gain).div_(server.clients).add_(server["mean_drift"])
         return move + mean_drift, {"mean_drift": mean_drift}
 
 
