@@ -61,8 +61,9 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
             memory = step(network.weights, gradient, velocity, rule, k, memory, kernels.update)
             del gradient  # it would take its place in memory until the next step has one
     notes = {**watcher.means(), **slope.notes.means()}
-    velocity = slope.velocity = None  # free the memory before Δ is allocated
-    return Outcome(network.weights - start, notes.pop("loss", float("nan")), rule, carry, notes, memory)
+    slope.velocity = None
+    delta = torch.sub(network.weights, start, out=velocity)  # new memory for it would be as much again
+    return Outcome(delta, notes.pop("loss", float("nan")), rule, carry, notes, memory)
 
 
 @torch.no_grad()
