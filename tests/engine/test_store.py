@@ -60,6 +60,21 @@ def test_a_row_holds_what_was_last_written_to_it_however_and_zero_before(size, w
         assert all(torch.equal(table[row], expected[row]) for row in range(10))
 
 
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(("dtype", "gaps"), [(torch.float32, False), (torch.float32, True), (torch.float64, False)])
+def test_a_row_is_written_whole_and_alone_whatever_its_size_and_the_vectors_form(
+    tmp_path, monkeypatch, large, dtype, gaps
+):
+    size, stored, real = FREED // 4 if large else 100, [], Table.store
+    monkeypatch.setattr(Table, "store", lambda *given: stored.append(True) or real(*given))
+    table = Tables(tmp_path / "rows", 3, {"delta": size}, torch.float32, sparse=True)
+    vector = torch.arange(2 * size, dtype=dtype)[::2] if gaps else torch.arange(size, dtype=dtype)
+    table.write(1, {"delta": vector})
+    assert torch.equal(table[1]["delta"], vector.float())
+    assert not table[0]["delta"].any() and not table[2]["delta"].any()
+    assert bool(stored) == (large and dtype == torch.float32), "a vector of another type is converted"
+
+
 @linux
 def test_a_large_row_that_is_freed_takes_no_room_until_it_is_written_again(tmp_path):
     table, vector = Table(tmp_path / "rows", 3, FREED // 4 + 5, torch.float32, sparse=True), torch.ones(FREED // 4 + 5)

@@ -69,6 +69,14 @@ class Table:
             with suppress(OSError):  # not every file system supports this
                 self._map.madvise(mmap.MADV_REMOVE, start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE)
 
+    def write(self, row: int, vector: Tensor) -> None:
+        """Write a row: a large one with file I/O, because reserved space is filled with zeros first."""
+        if self._bytes >= FREED and (vector.shape, vector.dtype) == (self._rows[row].shape, self._rows.dtype):
+            self.store(row, vector)
+        else:
+            self.reserve(row)
+            self._rows[row].copy_(vector)
+
     def store(self, row: int, vector: Tensor) -> None:
         """Write a row with file I/O: a full disk raises an error; writing to the mapping would kill the process."""
         with self._spec[0].open("r+b") as file:
@@ -103,8 +111,7 @@ class Tables:
 
     def write(self, row: int, vectors: Mapping[str, Tensor]) -> None:
         for name in self._tables.keys() & vectors.keys():
-            self._tables[name].reserve(row)
-            self._tables[name][row].copy_(vectors[name])
+            self._tables[name].write(row, vectors[name])
 
     def free(self, row: int, name: str) -> None:
         self._tables[name].free(row)
