@@ -22,18 +22,18 @@ def forms(monkeypatch):
 
     A linear layer shows as the number of positions and of taps, torch's convolution as the format of the maps.
     """
-    found, linear, usual = [], F.linear, nn.Conv2d.forward
+    found, linear, usual = [], F.linear, F.conv2d
 
     def layer(x, weight, bias):
         found.append((x.numel() // weight.shape[1] // SAMPLES, weight.shape[1] // 4))
         return linear(x, weight, bias)
 
-    def convolution(self, x):
+    def convolution(x, *others):
         found.append("converted" if x.is_contiguous() else "usual")
-        return usual(self, x)
+        return usual(x, *others)
 
     monkeypatch.setattr(F, "linear", layer)
-    monkeypatch.setattr(nn.Conv2d, "forward", convolution)
+    monkeypatch.setattr(F, "conv2d", convolution)
     return found
 
 
@@ -96,6 +96,32 @@ def test_convolution_runs_for_several_clients_at_once(image):
     one = lambda w, batch: torch.func.functional_call(conv, {"weight": w, "bias": conv.bias}, (batch,))  # noqa: E731
     for y, w, batch in zip(vmap(one)(weights, x), weights, x, strict=True):
         torch.testing.assert_close(y, F.conv2d(batch, w, conv.bias, 2, 1))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_the_gradient_of_the_bias_is_a_sum_of_its_own(layout, kind, monkeypatch):
+    conv, given, real = Convolution(3, 4, 5, padding=2).to(kind), [], F.conv2d
+    x = torch.randn(2, 3, 8, 8, dtype=kind).to(memory_format=layout)
+    exact = F.conv2d(x.double(), conv.weight.double(), conv.bias.double(), padding=2).relu()
+    monkeypatch.setattr(F, "conv2d", lambda *all: given.append(all[2].requires_grad) or real(*all))
+    nn.functional.relu_(conv(x)).square().sum().backward()  # what follows may change the maps in place
+    torch.testing.assert_close(conv.bias.grad.double(), 2 * exact.sum((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    assert given == [False]
+
+
+@pytest.mark.parametrize("moving", [{"x"}, {"weight"}, {"bias"}, {"x", "weight", "bias"}])
+def test_convolution_with_a_bias_has_derivatives_in_forward_mode(moving):
+    torch.manual_seed(0)
+    conv, x = Convolution(3, 4, 5, padding=2).double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    values = {"x": x, "weight": conv.weight, "bias": conv.bias}
+    along = {name: torch.randn_like(value) * (name in moving) for name, value in values.items()}
+    with forward_ad.dual_level():
+        dual = values | {name: forward_ad.make_dual(values[name], along[name]) for name in moving}
+        y = torch.func.functional_call(conv, {"weight": dual["weight"], "bias": dual["bias"]}, (dual["x"],))
+        found = forward_ad.unpack_dual(y).tangent
+    expected = F.conv2d(along["x"], conv.weight, along["bias"], padding=2) + F.conv2d(x, along["weight"], padding=2)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

@@ -3,6 +3,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -70,15 +71,33 @@ class RectifiedPool(nn.Module):
         return F.relu_(self.pool(x))
 
 
+class _BiasGradient(torch.autograd.Function):
+    """y, b ↦ y for maps y to which the bias b has been added: ∇b = Σ ∇y over samples and pixels."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.mark_dirty(y)  # returned as it is; a view could not be rectified in place
+        return y
+
+    @staticmethod
+    def jvp(ctx: Any, along_y: Tensor, along_bias: Tensor) -> Tensor:
+        return along_y.add_(along_bias[:, None, None])
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor | None]:
+        return slope, slope.sum((0, 2, 3)) if ctx.needs_input_grad[1] else None
+
+
 class Convolution(nn.Conv2d):
-    """A convolution that is faster for small maps. It differs only by rounding.
+    """A convolution that is faster for small maps and trains its bias faster. It differs only by rounding.
 
     With a 3×3 kernel and many channels it uses Winograd's algorithm (`winograd.py`). Otherwise, with one output
     position it is a linear layer on the kernel's window of the padded map. If the map is a single pixel, the layer uses
     only the kernel's entry at that pixel (the gradient of the others is zero). A 3×3 kernel maps 2×2 pixels to 2×2 by
     one matrix. With up to four other positions it is a linear layer on the window of each position. With more weights
     than a usual batch has inputs, it converts maps to the memory format of the weights: for channels_last, oneDNN
-    reorders the weights in every pass.
+    reorders the weights in every pass. The gradient of the bias is a sum of its own: for channels_last, oneDNN computes
+    it together with that of the weights, but without vectors.
     """
 
     FEW_POSITIONS = 4
@@ -110,22 +129,21 @@ class Convolution(nn.Conv2d):
                 return self._at_few_positions(x, rows, columns)
             if self._weights_per_channel > self.USUAL_BATCH * height * width:
                 x = x.contiguous()
-        return super().forward(x)
+        bias = self.bias
+        if bias is None or not bias.requires_grad or not torch.is_grad_enabled() or not _takes_own_gradients(x):
+            return super().forward(x)
+        y = F.conv2d(x, self.weight, bias.detach(), self._stride, self._padding)
+        return cast(Tensor, _BiasGradient.apply(y, bias))  # type: ignore[no-untyped-call]
 
     def _saves_products(self, x: Tensor, height: int, width: int) -> bool:
         """Return whether Winograd's algorithm is faster.
 
         For each pixel it saves a part of inputs · outputs products, and transforms inputs + outputs maps at a cost that
         grows with the number of pixels. A pass without gradients saves less, and so does a processor on which oneDNN's
-        convolutions are faster than its products. vmap and exporters do not support the custom gradient, bfloat16 would
-        round the transformed maps, and integers the transformed kernels.
+        convolutions are faster than its products.
         """
         cost = height * width * (1 if torch.is_grad_enabled() else 4) * (8 if by_onednn() else 1)
-        exact = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
-        if x.device.type != "cpu" or cost > self._channels or not fits(height, width) or not exact:
-            return False
-        exported = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-        return not exported and not torch._C._are_functorch_transforms_active()
+        return cost <= self._channels and fits(height, width) and _takes_own_gradients(x)
 
     def _positions(self, side: int) -> int:
         """Return the number of positions of the kernel along a side of the map."""
@@ -164,6 +182,16 @@ class Convolution(nn.Conv2d):
         y = F.linear(windows.flatten(0, 1), self.weight.flatten(1), self.bias)
         maps: Tensor = y.unflatten(0, (x.shape[0], rows * columns)).transpose(1, 2).unflatten(2, (rows, columns))
         return maps
+
+
+def _takes_own_gradients(x: Tensor) -> bool:
+    """Return whether a layer may compute with a custom gradient here.
+
+    vmap and exporters do not support one. bfloat16 would round Winograd's maps, and integers its kernels.
+    """
+    exact = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
+    exported = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return x.device.type == "cpu" and exact and not exported and not torch._C._are_functorch_transforms_active()
 
 
 class Colour(nn.Module):

@@ -88,9 +88,9 @@ def fedavg_cnn(shape: Shape, classes: int, widths: Sequence[int] = (32, 64, 512)
     first, second, hidden = widths
     return chain(
         colour=Colour(),
-        conv1=nn.Conv2d(channels, first, 5, padding=2),
+        conv1=Convolution(channels, first, 5, padding=2),
         pool1=RectifiedPool(2),
-        conv2=nn.Conv2d(first, second, 5, padding=2),
+        conv2=Convolution(first, second, 5, padding=2),
         pool2=RectifiedPool(2),
         flatten=nn.Flatten(),
         fc1=nn.Linear(second * (height // 4) * (width // 4), hidden),
@@ -104,9 +104,9 @@ def lenet64(shape: Shape, classes: int) -> nn.Module:
     channels, height, width = _image("lenet64", shape, smallest=16)
     return chain(
         colour=Colour(),
-        conv1=nn.Conv2d(channels, 64, 5),
+        conv1=Convolution(channels, 64, 5),
         pool1=RectifiedPool(2),
-        conv2=nn.Conv2d(64, 64, 5),
+        conv2=Convolution(64, 64, 5),
         pool2=RectifiedPool(2),
         flatten=nn.Flatten(),
         fc1=nn.Linear(64 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2), 384),
@@ -122,7 +122,7 @@ def convnet_gn(shape: Shape, classes: int) -> nn.Module:
     channels, height, width = _image("convnet-gn", shape, smallest=8)
     layers: dict[str, nn.Module] = {"colour": Colour()}
     for number, inputs in enumerate((channels, 64, 64), start=1):
-        layers[f"conv{number}"] = nn.Conv2d(inputs, 64, 3, padding=1)
+        layers[f"conv{number}"] = Convolution(inputs, 64, 3, padding=1)
         layers[f"norm{number}"] = nn.GroupNorm(4, 64)
         layers[f"pool{number}"] = RectifiedPool(2)
     return chain(

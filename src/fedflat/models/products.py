@@ -75,8 +75,13 @@ def _fits(x: Tensor) -> bool:
 
 
 def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
-    c: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+    c: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b), None, "none", [], "")
     return c
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return the matrix without gaps in memory: for some that have gaps, oneDNN has only a slow form."""
+    return x if x.is_contiguous() or x.mT.is_contiguous() else x.contiguous()
 
 
 class _Linear(TorchFunctionMode):
