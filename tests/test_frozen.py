@@ -139,10 +139,10 @@ def test_the_perturbation_of_sam_has_the_radius_in_the_trained_weights_alone():
             ascent = rule.ascent
 
             def look(slope, carry):
-                def at(direction=None, length=None):
+                def at(direction=None, length=None, **options):
                     if direction is not None:
-                        seen.append(direction if length is None else direction * length)
-                    return slope(direction, length)
+                        seen.append(direction.clone() if length is None else direction * length)
+                    return slope(direction, length, **options)
 
                 at.weights = slope.weights
                 return ascent(at, carry)

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedflat.models import Network, products
-from fedflat.models.products import LARGE, by_onednn, fast_products, product
+from fedflat.models.faster import faster_operations
+from fedflat.models.products import LARGE, by_onednn, product
 
 needs_onednn = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch was built without oneDNN"
@@ -99,26 +100,26 @@ def test_other_types_and_small_layers_keep_their_library(monkeypatch):
     rows = LARGE // (64 * 64)
     for count, dtype, uses in ((rows, torch.float32, 1), (rows - 1, torch.float32, 0), (rows, torch.float64, 0)):
         layer, x = nn.Linear(64, 64).to(dtype), drawn(count, 64).to(dtype)
-        with fast_products():
+        with faster_operations():
             found = layer(x)
         assert len(seen) == uses
         seen.clear()
         torch.testing.assert_close(found, F.linear(x, layer.weight, layer.bias))
-    with torch.autocast("cpu", torch.bfloat16), fast_products():
+    with torch.autocast("cpu", torch.bfloat16), faster_operations():
         assert nn.Linear(64, 64)(drawn(rows, 64).float()).dtype == torch.bfloat16
     layer, x = nn.Linear(64, 64), drawn(2, rows, 64).float()
-    with fast_products():
+    with faster_operations():
         torch.testing.assert_close(torch.vmap(layer)(x), layer(x))
     assert seen == [((2 * rows, 64), (64, 64))]
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with fast_products():
+    with faster_operations():
         layer(x)
     assert len(seen) == 1
 
 
 def test_a_pass_of_training_uses_it(library, monkeypatch):
     seen, real = [], products.product
-    monkeypatch.setattr(products, "product", lambda a, b: seen.append(a.shape) or real(a, b))
+    monkeypatch.setattr("fedflat.models.faster.product", lambda a, b: seen.append(a.shape) or real(a, b))
     module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2, bias=False))
     x = drawn(2, LARGE // 4096, 64).float()
     with Network(module).listening() as tap:

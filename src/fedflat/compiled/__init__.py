@@ -22,7 +22,11 @@ from platformdirs import user_cache_path
 
 # Without -ffast-math: NaN and infinity are what they are in torch. The compiler still forms fused multiply-adds.
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
-REALS = {torch.float32: "float", torch.float64: "double"}
+NUMBERS = {
+    torch.float32: ("-DREAL=float",),
+    torch.float64: ("-DREAL=double",),
+    torch.bfloat16: ("-DREAL=float", "-DBFLOAT16"),
+}
 PATIENCE = 60  # seconds for the compiler
 
 
@@ -32,13 +36,13 @@ def library(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
 
     Args:
         name: the name of the file, without `.c`.
-        dtype: the type that `REAL` stands for.
+        dtype: the type of the numbers, which the file gets as macros.
     """
     compiler = shutil.which(os.environ.get("FEDFLAT_COMPILER", "cc"))
-    if compiler is None or dtype not in REALS:
+    if compiler is None or dtype not in NUMBERS:
         return None
     source = Path(__file__).with_name(f"{name}.c")
-    command = [compiler, *FLAGS, f"-DREAL={REALS[dtype]}", str(source)]
+    command = [compiler, *FLAGS, *NUMBERS[dtype], str(source)]
     try:
         with tempfile.TemporaryDirectory() as folder:
             kept = _kept(f"{name}-{_digest(source, command)}.so") or Path(folder, "library.so")

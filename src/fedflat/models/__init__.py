@@ -12,9 +12,11 @@ Networks for colour images repeat the channel of a grey image three times, as in
 from fedflat.models.adapters import Adapter, factors, is_adapted, lora, merged
 from fedflat.models.blocks import Activation, AttentionOutput, Colour, Normalised, RectifiedPool
 from fedflat.models.failures import explained
+from fedflat.models.faster import faster_operations
 from fedflat.models.layout import Layout
 from fedflat.models.outputs import own_output, plain_output, with_plain_output
-from fedflat.models.products import by_onednn, fast_products
+from fedflat.models.pooling import pool_library
+from fedflat.models.products import by_onednn
 from fedflat.models.registry import MODELS, OFFERED, build, construction, refuse_offered
 from fedflat.models.sequential import written_layers
 from fedflat.models.source_code import source
@@ -41,12 +43,13 @@ __all__ = [
     "construction",
     "explained",
     "factors",
-    "fast_products",
+    "faster_operations",
     "is_adapted",
     "lora",
     "merged",
     "own_output",
     "plain_output",
+    "pool_library",
     "refuse_offered",
     "source",
     "twice_differentiable",

@@ -6,16 +6,12 @@ oneDNN; Zen 4 computes it in two halves.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 ZEN_5 = 26  # its family, and that of later ones
 LARGE = 2**22  # multiplications of a linear layer beside which the call from Python costs little
@@ -84,31 +80,8 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or x.mT.is_contiguous() else x.contiguous()
 
 
-class _Linear(TorchFunctionMode):
-    """Computes large linear layers by `product`."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None
-    ) -> Any:
-        compiled = torch.compiler.is_compiling()  # a module of the user's, whose compiler has its own products
-        if function is F.linear and not compiled and not named and _gains(*arguments[:2]):
-            x, weight, bias = (*arguments, None)[:3]
-            y = product(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], len(weight))
-            return y if bias is None else y + bias
-        return function(*arguments, **(named or {}))
-
-
-def _gains(x: Tensor, weight: Tensor) -> bool:
+def gains(x: Tensor, weight: Tensor) -> bool:
     """Return whether a linear layer is faster by `product`. vmap does not support its gradient."""
     large = weight.dim() == 2 and x.dim() >= 2 and x.numel() * len(weight) >= LARGE
-    return large and _fits(x) and _fits(weight) and not torch._C._are_functorch_transforms_active()
-
-
-@contextmanager
-def fast_products() -> Iterator[None]:
-    """Within this context, linear layers use the fastest library for their products."""
-    if by_onednn() and not torch.is_autocast_enabled("cpu"):
-        with _Linear():
-            yield
-    else:
-        yield
+    plain = not torch.is_autocast_enabled("cpu") and not torch._C._are_functorch_transforms_active()
+    return large and plain and _fits(x) and _fits(weight)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedflat.errors import RecipeError
 from fedflat.models.blocks import Activation, AttentionOutput
-from fedflat.models.products import fast_products
+from fedflat.models.faster import faster_operations
 from fedflat.tokens import is_tokens
 
 # The last linear layer of an attention of BERT's and of GPT-2's kind.
@@ -69,12 +69,12 @@ class Tap:
 
     def through(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """Run the module or its head, in the network's precision."""
-        if not self._autocast:
-            with fast_products():
+        with faster_operations():
+            if not self._autocast:
                 output: Tensor = module(inputs)
-            return output
-        with torch.autocast(inputs.device.type, torch.bfloat16):
-            output = module(inputs)
+                return output
+            with torch.autocast(inputs.device.type, torch.bfloat16):
+                output = module(inputs)
         return output.to(self._dtype)
 
     def _of_the_text(self, logits: Tensor) -> Tensor | None:

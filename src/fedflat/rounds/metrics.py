@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedflat.local import Batch
 from fedflat.methods import Upload
-from fedflat.models import Network, fast_products
+from fedflat.models import Network, faster_operations
 from fedflat.tasks import Accuracy, Metric, Task, counted
 from fedflat.tokens import counted_rows
 
@@ -60,7 +60,7 @@ def _value(metric: Metric) -> float:
 def score(module: nn.Module, inputs: Tensor, labels: Tensor, task: Task) -> Score:
     """Score one chunk of samples with a module in evaluation mode."""
     module.eval()
-    with fast_products():
+    with faster_operations():
         outputs = module(inputs)
     number = int(counted(task.loss, labels))
     return Score(

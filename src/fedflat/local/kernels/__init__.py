@@ -20,7 +20,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fedflat.local.kernels.compiled_chain import chain_library
 from fedflat.local.kernels.graph import GraphedStep
@@ -28,7 +29,7 @@ from fedflat.local.kernels.head import HeadPass
 from fedflat.local.kernels.linear import ChainGradient, ChainStep, linear_layers
 from fedflat.local.kernels.sgd import DirectStep, FusedUpdate
 from fedflat.local.rule import LocalRule, Loss
-from fedflat.models import Network
+from fedflat.models import Network, pool_library
 
 _ENABLED: ContextVar[bool] = ContextVar("kernels", default=True)
 
@@ -82,9 +83,13 @@ def choose(network: Network, rule: LocalRule, loss: Loss, labels: Tensor) -> Ker
 
 
 def prepare(network: Network) -> None:
-    """Compile what kernels need for this network, before processes are forked that would all do it."""
+    """Compile what this network needs, before processes are forked that would all do it."""
+    dtype = network.weights.dtype
     if linear_layers(network):
-        chain_library(network.weights.dtype)
+        chain_library(dtype)
+    if any(isinstance(module, nn.MaxPool2d) for module in network.module.modules()):
+        for each in {dtype, torch.bfloat16 if network.autocast else dtype}:  # an evaluation has no autocast
+            pool_library(each)
 
 
 def enabled() -> bool:

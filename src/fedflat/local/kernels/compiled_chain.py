@@ -21,7 +21,7 @@ REALS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 @cache
 def chain_library(dtype: torch.dtype) -> Callable[..., int] | None:
     """Return the function of `chain.c` with the types of its arguments, or None if there is no library."""
-    compiled = library("chain", dtype)
+    compiled = library("chain", dtype) if dtype in REALS else None
     if compiled is None:
         return None
     count, address, real = ctypes.c_long, ctypes.c_void_p, REALS[dtype]
