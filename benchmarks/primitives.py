@@ -20,10 +20,10 @@ from torch import Tensor
 
 from fedflat.engine import keep_freed_memory
 from fedflat.federation.augment import normalise
+from fedflat.models import faster_operations
 from fedflat.models.products import product
 
 BATCH, SIZE = 50, 1024
-POOL: tuple[list[int], list[int], list[int], list[int], bool] = ([2, 2], [2, 2], [0, 0], [1, 1], False)
 FORM: tuple[list[int], list[int], list[int], bool, list[int], int] = ([1, 1], [2, 2], [1, 1], False, [0, 0], 1)
 LINEAR = 2e-6 * BATCH * 4096 * 512
 CONV1, CONV2 = (2e-6 * BATCH * side**2 * 25 * weights for side, weights in ((32, 3 * 32), (16, 32 * 64)))
@@ -63,19 +63,19 @@ class Step:
     def __call__(self, clock: Clock) -> None:
         x = clock("normalisation", lambda: normalise(self.images, (0.5,) * 3, (0.25,) * 3))
         z1 = clock("conv1 forward", lambda: F.conv2d(x, self.conv1, self.bias1, padding=2))
-        y1, places1 = clock("pool1 and ReLU forward", lambda: pool(z1))
+        v1, r1, y1 = clock("pool1 and ReLU forward", lambda: pool(z1))
         z2 = clock("conv2 forward", lambda: F.conv2d(y1, self.conv2, self.bias2, padding=2))
-        y2, places2 = clock("pool2 and ReLU forward", lambda: pool(z2))
+        v2, r2, y2 = clock("pool2 and ReLU forward", lambda: pool(z2))
         flat = clock("flatten", lambda: y2.flatten(1))
         clock("fc1 forward", lambda: product(flat, self.fc1))
         g = clock("fc1 inputs", lambda: product(self.slope, self.fc1.t())).view(y2.shape)
         gradient = clock("fc1 weights", lambda: product(self.slope.t(), flat.t()))
-        g2 = clock("pool2 and ReLU backward", lambda: pool_backward(g, z2, y2, places2))
+        g2 = clock("pool2 and ReLU backward", lambda: pool_backward(g, v2, r2))
         g = clock("conv2 inputs", lambda: backward(g2, y1, self.conv2, True, False, False)[0])
         clock("conv2 weights", lambda: backward(g2, y1, self.conv2, False, True, False))
         clock("conv2 bias", lambda: g2.sum((0, 2, 3)))
         clock("(conv2 weights and bias)", lambda: backward(g2, y1, self.conv2, False, True, True))
-        g1 = clock("pool1 and ReLU backward", lambda: pool_backward(g, z1, y1, places1))
+        g1 = clock("pool1 and ReLU backward", lambda: pool_backward(g, v1, r1))
         clock("conv1 weights", lambda: backward(g1, x, self.conv1, False, True, False))
         clock("conv1 bias", lambda: g1.sum((0, 2, 3)))
         clock("(conv1 weights and bias)", lambda: backward(g1, x, self.conv1, False, True, True))
@@ -87,15 +87,16 @@ class Step:
         torch._fused_sgd_(*lists, **settings, maximize=False, is_first_step=False)
 
 
-def pool(x: Tensor) -> tuple[Tensor, Tensor]:
-    y, places = torch.ops.aten.max_pool2d_with_indices(x, *POOL)
-    return F.relu_(y), places
+def pool(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the maps as a variable, and what it becomes with and without the graph."""
+    x = x.detach().requires_grad_()
+    with faster_operations():
+        y = F.relu_(F.max_pool2d(x, 2))
+    return x, y, y.detach()
 
 
-def pool_backward(slope: Tensor, x: Tensor, y: Tensor, places: Tensor) -> Tensor:
-    slope = torch.ops.aten.threshold_backward(slope, y, 0)
-    found: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(slope, x, *POOL, places)
-    return found
+def pool_backward(slope: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return torch.autograd.grad(y, x, slope)[0]
 
 
 def backward(slope: Tensor, x: Tensor, weight: Tensor, *wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
