@@ -98,6 +98,38 @@ def test_a_folder_of_somebody_else_is_not_used(folder, monkeypatch):
     assert not entries(folder)
 
 
+@pytest.mark.parametrize("above", [0, 1])
+def test_a_folder_that_others_can_replace_is_not_used(folder, commands, above):
+    """Who can write to a folder above can put another one in its place, between the look at it and its use."""
+    folder.mkdir(parents=True, mode=0o700)
+    folder.parents[above].chmod(0o777)
+    assert library("chain", torch.float32).chain
+    assert not entries(folder)
+    for mode in (0o1777, 0o775):  # only owners may move what is in a folder like /tmp; the group is the user's own
+        folder.parents[above].chmod(mode)
+        library("chain", torch.float32)
+    assert len(entries(folder)) == 1 and len(commands) == 2
+
+
+def test_without_a_home_there_is_no_cache(monkeypatch, tmp_path, commands):
+    """For a user without an entry and without HOME, platformdirs does not expand `~`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compiled, "user_cache_path", lambda _: Path("~", ".cache", "fedflat"))
+    assert library("chain", torch.float32).chain
+    assert not entries(tmp_path)
+
+
+def test_what_is_kept_needs_no_room_for_temporary_files(folder, commands, monkeypatch):
+    library("chain", torch.float32)
+
+    def full(*_, **__):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(compiled.tempfile, "TemporaryDirectory", full)
+    assert library("chain", torch.float32).chain
+    assert len(commands) == 1
+
+
 def test_a_cache_that_cannot_be_made_is_not_needed(folder):
     folder.parent.write_text("a file")
     assert library("chain", torch.float32).chain
