@@ -238,6 +238,20 @@ def test_a_spent_direction_becomes_the_point_of_the_gradient_which_is_the_same_t
     assert torch.equal(direction, point) and torch.equal(network.weights, before)
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_a_momentum_that_an_ascent_has_carried_on_is_in_the_outcome(view):
+    """Δ takes its place otherwise, and a client that keeps its momentum would keep Δ."""
+
+    def carrying(slope, carry):
+        return slope(), {"momentum": slope.velocity[:] if view else slope.velocity, "number": 1}
+
+    network, x, y = problem()
+    start = network.weights.clone()
+    outcome = train(network, start, LocalRule(0.1, 1, momentum=0.9).with_ascent(carrying), [(x, y)], F.cross_entropy)
+    torch.testing.assert_close(outcome.delta, network.weights - start)
+    torch.testing.assert_close(outcome.carry["momentum"], -outcome.delta / 0.1)
+
+
 def test_sam_steps_along_the_gradient_at_the_top_of_the_ball():
     network, x, y = problem()
     start = network.weights.clone()
