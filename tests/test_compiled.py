@@ -37,6 +37,8 @@ def test_it_is_compiled_once_and_kept_for_the_user_alone(folder, commands):
     assert library("chain", torch.float32).chain
     assert len(commands) == 1 and commands[0][0].endswith("cc") and "-DREAL=float" in commands[0]
     assert len(entries(folder)) == 1
+    made = Path(commands[0][commands[0].index("-o") + 1])
+    assert made.parent.parent == folder, "others would find half a library under its name"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert library("chain", torch.float64).chain
     assert len(commands) == len(entries(folder)) == 2
@@ -59,6 +61,25 @@ def test_another_processor_compiler_or_source_gets_its_own(folder, commands, mon
     assert len(commands) == len(entries(folder)) == 4
 
 
+def test_a_new_version_of_the_source_or_of_the_compiler_gets_its_own(tmp_path):
+    source, compiler = tmp_path / "some.c", tmp_path / "cc"
+
+    def digest(text, time):
+        source.write_text(text)
+        compiler.touch()
+        os.utime(compiler, (time, time))
+        return compiled._digest(source, [str(compiler), str(source)])
+
+    assert digest("one", 1) == digest("one", 1)
+    assert len({digest("one", 1), digest("two", 1), digest("one", 2)}) == 3
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_not_needed(folder, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False if Path(path) == folder else mode)
+    assert library("chain", torch.float32).chain
+    assert not entries(folder)
+
+
 @pytest.mark.parametrize("compiler", ["", "/no/such/compiler", "false"])
 def test_without_a_compiler_that_works_there_is_none(folder, monkeypatch, compiler):
     monkeypatch.setenv("FEDFLAT_COMPILER", compiler)
@@ -73,7 +94,7 @@ def test_there_is_none_for_other_types(folder, commands):
 
 def test_a_compiler_that_hangs_is_given_up(folder, monkeypatch, tmp_path):
     slow = tmp_path / "slow-cc"
-    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.write_text('#!/bin/sh\nsleep 5\nexec cc "$@"\n')
     slow.chmod(0o755)
     monkeypatch.setenv("FEDFLAT_COMPILER", str(slow))
     monkeypatch.setattr(compiled, "PATIENCE", 0.1)
@@ -96,6 +117,38 @@ def test_a_folder_of_somebody_else_is_not_used(folder, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     assert library("chain", torch.float32).chain
     assert not entries(folder)
+
+
+@pytest.mark.parametrize("above", [0, 1])
+def test_a_folder_that_others_can_replace_is_not_used(folder, commands, above):
+    """Who can write to a folder above can put another one in its place, between the look at it and its use."""
+    folder.mkdir(parents=True, mode=0o700)
+    folder.parents[above].chmod(0o777)
+    assert library("chain", torch.float32).chain
+    assert not entries(folder)
+    for mode in (0o1777, 0o775):  # only owners may move what is in a folder like /tmp; the group is the user's own
+        folder.parents[above].chmod(mode)
+        library("chain", torch.float32)
+    assert len(entries(folder)) == 1 and len(commands) == 2
+
+
+def test_without_a_home_there_is_no_cache(monkeypatch, tmp_path, commands):
+    """For a user without an entry and without HOME, platformdirs does not expand `~`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compiled, "user_cache_path", lambda _: Path("~", ".cache", "fedflat"))
+    assert library("chain", torch.float32).chain
+    assert not entries(tmp_path)
+
+
+def test_what_is_kept_needs_no_room_for_temporary_files(folder, commands, monkeypatch):
+    library("chain", torch.float32)
+
+    def full(*_, **__):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(compiled.tempfile, "TemporaryDirectory", full)
+    assert library("chain", torch.float32).chain
+    assert len(commands) == 1
 
 
 def test_a_cache_that_cannot_be_made_is_not_needed(folder):

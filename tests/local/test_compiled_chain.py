@@ -145,6 +145,15 @@ def test_a_label_that_is_no_class_changes_nothing_and_is_told_by_torch(label):
     assert torch.equal(network.weights, before)
 
 
+@pytest.mark.parametrize("label", [4, -1, -100])
+def test_a_label_of_any_client_that_is_no_class_changes_nothing(label):
+    weights, inputs, labels = drawn((5, 9, 4), 6, torch.float32, clients=3)
+    before, shares = weights.clone(), torch.full((3, 6), 1 / 6)
+    labels[2, 5] = label
+    assert chain_of((5, 9, 4)).descend(weights, 0.1, 0.0, inputs, labels, shares) is None
+    assert torch.equal(weights, before)
+
+
 def test_what_the_library_does_not_know_is_left_to_torch():
     widths = (5, 9, 4)
     weights, inputs, labels = drawn(widths, 6, torch.float32)
@@ -160,6 +169,10 @@ def test_what_the_library_does_not_know_is_left_to_torch():
         "weights with gaps": (weights.repeat_interleave(2)[::2], inputs, labels),
         "type of the weights": (weights.bfloat16(), inputs.bfloat16(), labels),
         "another device": (weights.to("meta"), inputs.to("meta"), labels.to("meta")),
+        "another device of the inputs": (weights, inputs.to("meta"), labels),
+        "another device of the labels": (weights, inputs, labels.to("meta")),
+        "samples and features swapped": (weights, inputs.reshape(5, 6), labels),
+        "samples in two dimensions": (weights, inputs.view(2, 3, 5), labels),
         "type of the shares": (weights, inputs, labels, torch.ones(6).double()),
         "number of shares": (weights, inputs, labels, torch.ones(5)),
         "shares with gaps": (weights, inputs, labels, torch.ones(12)[::2]),

@@ -75,6 +75,26 @@ def test_frozen_layers_and_hooks_are_left_to_autograd():
     assert Chain.of(Network(module)) is not None
 
 
+def test_parameters_in_another_order_or_beside_the_layers_are_left_to_autograd():
+    """Every ∇ has a place in the flat gradient, and the compiled chain finds W and b by their order in it."""
+    turned, more, beside = (layers([3, 4, 2]) for _ in range(3))
+    weight = turned[1].weight
+    del turned[1].weight
+    turned[1].weight = weight  # after the bias
+    more[1].register_parameter("unused", nn.Parameter(torch.ones(2)))
+    beside[2].register_parameter("unused", nn.Parameter(torch.ones(2)))
+    for module in (turned, more, beside):
+        assert Chain.of(Network(module)) is None
+
+
+@pytest.mark.parametrize("place", [None, 1, 2])
+def test_a_forward_of_its_own_is_left_to_autograd(place):
+    module = layers([3, 4, 2])
+    changed = module if place is None else module[place]
+    changed.forward = lambda x: type(changed).forward(changed, x) * 2
+    assert Chain.of(Network(module)) is None
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedsam", "fedsmoo", "scaffold", "fedgf"])
 def test_every_method_may_use_it(digits, method, monkeypatch):
     settings = dict(
@@ -95,7 +115,7 @@ def test_every_method_may_use_it(digits, method, monkeypatch):
 
 def test_no_layer_a_parameter_beside_the_layers_and_autocast_are_left_to_autograd():
     def found(module, autocast=None):
-        return linear_layers(SimpleNamespace(module=module, base={}, autocast=autocast))
+        return linear_layers(SimpleNamespace(module=module, trained=[*module.parameters()], base={}, autocast=autocast))
 
     assert found(nn.Sequential()) == []
     chain = nn.Sequential(nn.Linear(3, 2))

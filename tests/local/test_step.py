@@ -1,5 +1,6 @@
 """The local step against the formula written out by hand."""
 
+import weakref
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
@@ -236,6 +237,36 @@ def test_a_spent_direction_becomes_the_point_of_the_gradient_which_is_the_same_t
         assert torch.equal(direction, way)
         assert torch.equal(slope(direction, length, spent=True), gradient)
     assert torch.equal(direction, point) and torch.equal(network.weights, before)
+
+
+def test_a_step_holds_no_gradient_of_the_step_before_and_the_last_leaves_the_momentum_to_the_move():
+    momenta, gradients = [], []
+
+    def ascent(slope, carry):
+        assert not [old for old in gradients if old() is not None]
+        momenta.append(slope.velocity.data_ptr())
+        gradient = slope()
+        gradients.append(weakref.ref(gradient))
+        return gradient, carry
+
+    network, x, y = problem()
+    rule = LocalRule(0.1, 3, momentum=0.9).with_ascent(ascent)
+    outcome = train(network, network.weights.clone(), rule, [(x, y)] * 3, F.cross_entropy)
+    assert len(gradients) == 3 and {*momenta} == {outcome.delta.data_ptr()}
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_momentum_that_an_ascent_has_carried_on_is_in_the_outcome(view):
+    """Δ takes its place otherwise, and a client that keeps its momentum would keep Δ."""
+
+    def carrying(slope, carry):
+        return slope(), {"momentum": slope.velocity[:] if view else slope.velocity, "number": 1}
+
+    network, x, y = problem()
+    start = network.weights.clone()
+    outcome = train(network, start, LocalRule(0.1, 1, momentum=0.9).with_ascent(carrying), [(x, y)], F.cross_entropy)
+    torch.testing.assert_close(outcome.delta, network.weights - start)
+    torch.testing.assert_close(outcome.carry["momentum"], -outcome.delta / 0.1)
 
 
 def test_sam_steps_along_the_gradient_at_the_top_of_the_ball():

@@ -195,6 +195,13 @@ def test_convolution_of_four_pixels_in_bfloat16_rounds_as_torchs(bias):
         assert (mine - right).norm() < 1.5 * (theirs - right).norm() < 0.02 * right.norm()
 
 
+def test_convolution_of_four_pixels_in_double_precision_is_not_rounded_by_autocast():
+    torch.manual_seed(0)
+    conv, x = Convolution(6, 5, 3, padding=1).double(), torch.randn(3, 6, 2, 2, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(conv(x), F.conv2d(x, conv.weight, conv.bias, padding=1))
+
+
 def _derivatives_of_first_order(conv, form, x):
     x = x.clone().requires_grad_()
     y = form(x)

@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -44,19 +45,24 @@ def library(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
     source = Path(__file__).with_name(f"{name}.c")
     command = [compiler, *FLAGS, *NUMBERS[dtype], str(source)]
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            kept = _kept(f"{name}-{_digest(source, command)}.so") or Path(folder, "library.so")
+        if kept := _kept(f"{name}-{_digest(source, command)}.so"):
             if not kept.exists():
-                # Under another name first: other processes must not find half a library.
-                made = Path(tempfile.mkdtemp(dir=kept.parent), "new.so")
-                try:
-                    _run([*command, "-o", str(made), "-lm"])
-                    made.replace(kept)
-                finally:
-                    shutil.rmtree(made.parent, ignore_errors=True)
+                _make(command, kept)
             return ctypes.CDLL(str(kept))
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            made = Path(folder, "library.so")
+            _run([*command, "-o", str(made), "-lm"])
+            return ctypes.CDLL(str(made))
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _make(command: list[str], kept: Path) -> None:
+    """Compile under another name first: other processes must not find half a library."""
+    with tempfile.TemporaryDirectory(dir=kept.parent, ignore_cleanup_errors=True) as folder:
+        made = Path(folder, "new.so")
+        _run([*command, "-o", str(made), "-lm"])
+        made.replace(kept)
 
 
 def _run(command: list[str]) -> None:
@@ -82,10 +88,27 @@ def _processor() -> str:
 def _kept(name: str) -> Path | None:
     """Return a library's place in the cache; None if somebody else could write there, because it is run as code."""
     folder = user_cache_path("fedflat") / "compiled"
+    if not folder.is_absolute():  # without a home directory
+        return None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = folder.stat()
+        folder = folder.resolve(strict=True)
+        safe = not hasattr(os, "getuid") or (_own(folder) and all(map(_fixed, folder.parents[:2])))
     except OSError:
         return None
-    own = not hasattr(os, "getuid") or (state.st_uid == os.getuid() and not state.st_mode & 0o022)
-    return folder / name if own and os.access(folder, os.W_OK) else None
+    return folder / name if safe and os.access(folder, os.W_OK) else None
+
+
+def _own(folder: Path) -> bool:
+    """Return whether nobody else can write to a folder."""
+    state = folder.stat()
+    return state.st_uid == os.getuid() and not state.st_mode & 0o022
+
+
+def _fixed(folder: Path) -> bool:
+    """Return whether nobody else can put a folder of his own in the place of one of this user's.
+
+    The group may write to it: with a umask of 002 that is the user's own.
+    """
+    state = folder.stat()
+    return state.st_uid in (0, os.getuid()) and (not state.st_mode & stat.S_IWOTH or bool(state.st_mode & stat.S_ISVTX))

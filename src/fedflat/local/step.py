@@ -62,8 +62,17 @@ def train(network: Network, start: Tensor, rule: LocalRule, batches: Iterable[Ba
             del gradient  # it would take its place in memory until the next step has one
     notes = {**watcher.means(), **slope.notes.means()}
     slope.velocity = None
-    delta = torch.sub(network.weights, start, out=velocity)  # new memory for it would be as much again
+    # New memory for Δ would be as much again.
+    delta = torch.sub(network.weights, start, out=None if _held(velocity, carry) else velocity)
     return Outcome(delta, notes.pop("loss", float("nan")), rule, carry, notes, memory)
+
+
+def _held(velocity: Tensor | None, carry: Vectors) -> bool:
+    """Return whether an ascent has carried the momentum on, so that `report` will find it in the outcome."""
+    if velocity is None:
+        return False
+    held = {vector.untyped_storage().data_ptr() for vector in carry.values() if isinstance(vector, Tensor)}
+    return velocity.untyped_storage().data_ptr() in held
 
 
 @torch.no_grad()

@@ -164,7 +164,7 @@ class Convolution(nn.Conv2d):
 
         Windows would be products with the padding for five of their nine entries.
         """
-        half = torch.is_autocast_enabled("cpu")
+        half = torch.is_autocast_enabled("cpu") and self.weight.dtype == torch.float32
         weight = self.weight.to(torch.get_autocast_dtype("cpu")) if half else self.weight  # before it is copied
         entries = weight.permute(2, 3, 0, 1).flatten(0, 1).contiguous().unbind()
         pixels = [(row, column) for row in (0, 1) for column in (0, 1)]

@@ -80,7 +80,8 @@ class CompiledChain:
         labels: Tensor,
         shares: Tensor | None,
     ) -> Tensor | None:
-        function = chain_library(weights.dtype) if weights.device.type == "cpu" else None
+        there = weights.device.type == inputs.device.type == labels.device.type == "cpu"
+        function = chain_library(weights.dtype) if there else None
         if function is None or not self._gains(labels) or not self._fits(weights, inputs, labels, shares):
             return None
         clients, count = weights.numel() // self._size, labels.shape[-1]
@@ -98,7 +99,7 @@ class CompiledChain:
     def _fits(self, weights: Tensor, inputs: Tensor, labels: Tensor, shares: Tensor | None) -> bool:
         """Return whether types and sizes are as announced to the library, which does not check them."""
         types = inputs.dtype == weights.dtype and labels.dtype == torch.int64
-        rows = weights.shape[:-1] == labels.shape[:-1] == inputs.shape[: labels.dim() - 1]
+        rows = weights.shape[:-1] == labels.shape[:-1] and inputs.shape[: labels.dim()] == labels.shape
         sizes = weights.shape[-1] == self._size and inputs.numel() == labels.numel() * self._inputs > 0
         shared = shares is None or (shares.shape == labels.shape and shares.dtype == weights.dtype)
         return (

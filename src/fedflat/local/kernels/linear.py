@@ -101,14 +101,15 @@ class Chain:
 def linear_layers(network: Network) -> list[nn.Linear]:
     """Return the linear layers of a network that is a chain.
 
-    The list is empty if the network has other, shared or frozen layers, hooks or autocast. This is called for
-    every client, so it only looks at the layers and does not traverse the whole module.
+    The list is empty if the network has other, shared or frozen layers, other parameters or another order of them,
+    hooks, a `forward` of its own or autocast. This is called for every client, so it only looks at the layers and does
+    not traverse the whole module.
     """
     module = network.module
     if type(module) is not nn.Sequential or module._parameters or network.base or network.autocast:
         return []
     layers = list(module)
-    if any(getattr(m, kind) for m in (module, *layers) for kind in HOOKS):
+    if any("forward" in vars(m) or any(getattr(m, kind) for kind in HOOKS) for m in (module, *layers)):
         return []
     if layers and type(layers[0]) is nn.Flatten and (layers[0].start_dim, layers[0].end_dim) == (1, -1):
         layers = layers[1:]
@@ -116,8 +117,8 @@ def linear_layers(network: Network) -> list[nn.Linear]:
     between = [layer for layer in layers[1::2] if type(layer) is nn.ReLU]
     if len(linear) != len(between) + 1 or len(linear) + len(between) != len(layers):
         return []
-    held = [id(p) for layer in linear for p in layer._parameters.values() if p is not None]
-    return linear if len({*held}) == len(held) else []
+    held = [id(p) for layer in linear for p in (layer.weight, layer.bias) if p is not None]
+    return linear if held == [*map(id, network.trained)] else []  # as they follow one another in the flat weights
 
 
 class ChainGradient:
