@@ -1,6 +1,7 @@
 """Libraries in C: compiled once, kept where nobody else can write, and replaced by torch where they cannot be had."""
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from fedflat import compiled
 
+pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler")
 library = compiled.library.__wrapped__  # without its cache
 
 
