@@ -219,7 +219,7 @@ def cost(method: Method) -> dict[str, Any]:
     `down` and `up` count the vectors that a client receives and uploads, `client` and `server` those that each keeps.
 
     >>> cost(parse("fedsmoo"))
-    {'down': 2, 'up': 2, 'client': 2, 'server': 3, 'gradients': 2, 'forwards': 0}
+    {'down': 2, 'up': 2, 'client': 2, 'server': 2, 'gradients': 2, 'forwards': 0}
     """
     gradients, forwards = passes(method)
     return {

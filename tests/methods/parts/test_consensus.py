@@ -98,7 +98,8 @@ def test_fedsmoos_steps_hold_two_vectors_beside_the_weights_and_the_plan():
     rule = method.plan(LocalRule(0.1, 3, momentum=0.9), sent, memory)
 
     def vectors():
-        spaces = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+        tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+        spaces = [x.untyped_storage() for x in tensors if x.layout is torch.strided]
         return {space.data_ptr() for space in spaces if space.nbytes() == anchor.nbytes}
 
     def loss(logits, labels):
