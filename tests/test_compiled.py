@@ -82,11 +82,21 @@ def test_a_folder_in_which_nothing_can_be_written_is_not_needed(folder, monkeypa
     assert not entries(folder)
 
 
-@pytest.mark.parametrize("compiler", ["", "/no/such/compiler", "false"])
-def test_without_a_compiler_that_works_there_is_none(folder, monkeypatch, compiler):
+@pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
+def test_a_named_compiler_that_does_not_work_is_told(folder, monkeypatch, compiler):
     monkeypatch.setenv("FEDFLAT_COMPILER", compiler)
-    assert library("chain", torch.float32) is None
+    with pytest.warns(UserWarning, match=f"^FEDFLAT_COMPILER = '{compiler}' compiles nothing here, so torch"):
+        assert library("chain", torch.float32) is None
     assert not folder.exists() or not entries(folder)
+
+
+def test_without_a_compiler_there_is_none_and_nothing_to_tell(folder, commands, monkeypatch):
+    monkeypatch.setenv("FEDFLAT_COMPILER", "")
+    assert library("chain", torch.float32) is None
+    monkeypatch.delenv("FEDFLAT_COMPILER")
+    monkeypatch.setattr(compiled.shutil, "which", lambda _: None)
+    assert library("chain", torch.float32) is None
+    assert not commands
 
 
 def test_there_is_none_for_other_types(folder, commands):
@@ -100,7 +110,8 @@ def test_a_compiler_that_hangs_is_given_up(folder, monkeypatch, tmp_path):
     slow.chmod(0o755)
     monkeypatch.setenv("FEDFLAT_COMPILER", str(slow))
     monkeypatch.setattr(compiled, "PATIENCE", 0.1)
-    assert library("chain", torch.float32) is None
+    with pytest.warns(UserWarning, match="slow-cc' compiles nothing here"):
+        assert library("chain", torch.float32) is None
     assert not entries(folder)
 
 

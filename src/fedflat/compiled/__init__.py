@@ -2,7 +2,8 @@
 
 Each library is one file beside this one. It is compiled at its first use, for this processor, by the C compiler that
 `FEDFLAT_COMPILER` names (default: `cc`), and kept in the user's cache. Without a compiler, or with an empty
-`FEDFLAT_COMPILER`, there is no library, and callers compute the same with torch.
+`FEDFLAT_COMPILER`, there is no library, and callers compute the same with torch. A compiler that the user has named and
+that does not work is told by a warning.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -39,9 +41,18 @@ def library(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
         name: the name of the file, without `.c`.
         dtype: the type of the numbers, which the file gets as macros.
     """
-    compiler = shutil.which(os.environ.get("FEDFLAT_COMPILER", "cc"))
-    if compiler is None or dtype not in NUMBERS:
+    if dtype not in NUMBERS:
         return None
+    named = os.environ.get("FEDFLAT_COMPILER", "")
+    compiler = shutil.which(os.environ.get("FEDFLAT_COMPILER", "cc"))
+    found = compiler and _loaded(compiler, name, dtype)
+    if named and not found:
+        warnings.warn(f"FEDFLAT_COMPILER = {named!r} compiles nothing here, so torch computes it", stacklevel=2)
+    return found or None
+
+
+def _loaded(compiler: str, name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Load the library, which is compiled if it is not in the cache; None if that fails."""
     source = Path(__file__).with_name(f"{name}.c")
     command = [compiler, *FLAGS, *NUMBERS[dtype], str(source)]
     try:
